@@ -165,7 +165,9 @@ class _DatasetLoader:
         if section.rows.label is not None and not self.classes:
             whole = all(re.fullmatch(r"\d{1,9}", each) for each in names)
             self.classes.extend(_classes(sorted(names, key=int if whole else str), self.own, where))
-        if section.rows.has_answers:
+        if section.rows.is_joined:
+            self.answer_ends.add(self.tokenizer.end_of_text)
+        elif section.rows.has_answers:
             with suppress(DataError):  # With loss_on: all, the template need not mark answers.
                 renderer = Renderer(self.tokenizer, section, self.template)
                 ending = renderer.answer_end_token(islice(renderer.rows(source, []), _SEARCHED_ROWS))

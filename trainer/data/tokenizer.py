@@ -243,6 +243,14 @@ def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, An
     return joined
 
 
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """Return the special ids of a new model's configuration: texts begin after the end of another where no token begins them. The
+    token that ends texts is not its padding too, as models do not learn the embedding of that."""
+    own, end = getattr(tokenizer, "tokenizer", None), tokenizer.end_of_text
+    begin, pad = (getattr(own, name, None) for name in ("bos_token_id", "pad_token_id"))
+    return {"bos_token_id": end if begin is None else begin, "eos_token_id": end, "pad_token_id": None if pad == end else pad}
+
+
 def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILE_NAMES)
 

@@ -28,7 +28,7 @@ from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY, nearest_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection, WeightsSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
+from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer, special_ids
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, pretrained_of
 from zeromesh.trainer.models.user_model import integer, numbers, text_part
@@ -316,6 +316,14 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             usual = getattr(cls, name, None)
             if name not in settings and isinstance(usual, int) and usual >= tokenizer.vocab_size:
+        if tokenizer is not None and "vocab_size" in _fields(cls):
+            if settings.get("vocab_size") is None:
+                settings["vocab_size"] = tokenizer.vocab_size
+            # The default special ids of the class are of another vocabulary than the tokenizer's.
+            for name, number in special_ids(tokenizer).items():
+                if number is None and (_fields(cls).get(name) is int or _NEEDS_PADDING.search(_code_of(cls))):
+                    number = getattr(cls, name, None)
+                settings.setdefault(name, None if number is None or number >= settings["vocab_size"] else number)
                 settings[name] = None if name == "pad_token_id" else tokenizer.end_of_text
     with _library_errors(where):
         return AutoConfig.for_model(kind, **settings)
@@ -349,6 +357,13 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
 def _fields(cls: type) -> dict[str, Any]:
     declared = {each.name: each.type for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
     return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_EXTRA_KEYS]) | declared
+def _code_of(cls: type) -> str:
+    """Return the source of a configuration's class and its models."""
+    return "".join(path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py"))
+
+
+_NEEDS_PADDING = re.compile(r"def (create_position_ids|_?shift_(tokens_)?right)")
+"""Code of models that count positions from the padding token, or begin answers by it."""
 
 
 _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
@@ -358,8 +373,7 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
     """Raise `ConfigError` for settings that neither class, modeling code nor `stored` values know; whole floats become integers."""
     declared, problems = _fields(cls), []
     # The modeling code may read attributes that the class does not declare.
-    code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]
-    reads = {one or other for text in code for one, other in _CONFIG_READS.findall(text)}
+    reads = {one or other for one, other in _CONFIG_READS.findall(_code_of(cls))}
     known = declared.keys() | {name for name in reads if not callable(getattr(cls, name, None))}
     for name, value in settings.items():
         if name not in known and name not in stored:

@@ -141,6 +141,12 @@ class ForwardInputs:
             )
 
 
+def first_position(model: nn.Module) -> int:
+    """Return the position of the first token: RoBERTa and its like count from the one behind that of padding, others from 0."""
+    embeddings = (each for name, each in model.named_modules() if name.endswith("position_embeddings"))
+    return next((each.padding_idx + 1 for each in embeddings if getattr(each, "padding_idx", None) is not None), 0)
+
+
 def text_part(config: Any) -> Any:
     """Return the text part of a Hugging Face configuration, or the whole without a single one."""
     try:

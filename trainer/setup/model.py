@@ -46,7 +46,7 @@ from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
 from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, require_equal_when_spread
-from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
+from zeromesh.trainer.models.user_model import ForwardInputs, first_position, require_layout_fits, source_of, text_part, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.expert_load import ExpertLoads
 from zeromesh.trainer.monitoring.step_stats import StepStats
@@ -162,8 +162,8 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
         if (own := class_names(config.model, model))[1] and own[0] != data.classes:  # of a callable
             why = f"it is built with classes {some(own[0], 8)}, and the data is numbered as {some(data.classes, 8)}"
             raise ConfigError(f"{why}; pass the model itself", where="model")
-        if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
-            inside.config.pad_token_id = data.tokenizer.padding
+        if data.tokenizer is not None and not first_position(inside):
+            text_part(inside.config).pad_token_id = data.tokenizer.padding  # The class is read from the last token before it.
     if data.tokenizer is not None:
         run.console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
 

@@ -165,6 +165,7 @@ def test_documents_of_text_alone_have_no_mask_and_a_single_set_has_no_name(tmp_p
     assert {*data.train[0], *data.eval[0]} == {"input_ids", "labels"}
     assert joined_ids(data.eval).tolist() == joined_ids(data.train).tolist()
     separate = load(train=str(tmp_path / "a.txt"), sequence_length=8, separate_documents=True)
+    assert separate.answer_ends == (255,)  # As a model that knows other tokens would not end there.
     assert separate.train[0]["position_ids"].tolist() == list(range(8))
 
 

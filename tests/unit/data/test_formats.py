@@ -155,6 +155,27 @@ def test_a_classifier_that_is_sure_and_right_has_no_loss(tmp_path: Path, words: 
         assert trainer.run.model.module.config.id2label == NAMED["id2label"]
 
 
+@pytest.mark.parametrize("kind", ["gemma", "opt", "source"])
+def test_a_class_is_read_from_the_last_token_of_a_text(tmp_path: Path, kind: str) -> None:
+    """Whatever the model's own padding is, so that the loss does not depend on how many rows are padded to one length."""
+    rows = [{"text": ("good " if n % 2 else "bad ") * (1 + n % 5), "label": n % 2} for n in range(8)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    sizes: dict[str, Any] = {"model_type": kind, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"ffn_dim": 24, "word_embed_proj_dim": 32} if kind == "opt" else {"num_key_value_heads": 2, "head_dim": 8}
+    model: dict[str, Any] = {"config": {**sizes, "max_position_embeddings": 32}}
+    if kind == "source":
+        made = tf.LlamaConfig(**_SIZES, vocab_size=256, pad_token_id=ord("d"), eos_token_id=None, bos_token_id=None)
+        tf.LlamaForSequenceClassification(made).save_pretrained(tmp_path / "made")
+        model = {"source": str(tmp_path / "made")}
+    data = {"train": path, "eval": path, "format": "labels", "tokenizer": "bytes", "sequence_length": 32}
+    found = []
+    for micro in (1, 4):
+        sections = {"batch": {"global_size": 8, "micro_size": micro}, "precision": {"compute": "float32"}, "data": data}
+        with one_rank(tmp_path, **sections, model={**model, "head": "sequence_classification"}) as trainer:
+            found.append(trainer.evaluate()["eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -9,10 +9,11 @@ import torch
 import transformers as tf
 
 from tests.support.architectures import SIZES
+from tests.support.text_files import word_tokenizer
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.model import ModelSection
-from zeromesh.trainer.data.tokenizer import ByteTokenizer
-from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer
+from zeromesh.trainer.models.build import build_model, read_configuration
 from zeromesh.trainer.weights.quantized_files import open_files
 from zeromesh.weight_init.weight_sources import BuiltSource, SeededSource
 
@@ -35,6 +36,34 @@ def test_a_model_is_built_without_memory() -> None:
     assert built.model.config.vocab_size == 77
     assert built.model.config._attn_implementation == "sdpa"
     assert build({**LLAMA, "vocab_size": 100}, vocab_size=77).model.config.vocab_size == 100
+
+
+WORDS = ["a", "b", "c", "<end>", "<begin>", "<pad>"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "special", "given", "ids"),
+    [
+        ("llama", {}, {}, (3, 3, None)),
+        ("llama", {"bos_token": "<begin>", "pad_token": "<pad>"}, {}, (4, 3, 5)),
+        ("llama", {"pad_token": "<end>"}, {}, (3, 3, None)),
+        ("llama", {"pad_token": "<pad>"}, {"bos_token_id": None, "pad_token_id": 0}, (None, 3, 0)),
+        ("llama", {"pad_token": "<pad>"}, {"vocab_size": 4}, (3, 3, None)),
+        ("qwen3", {}, {}, (3, 3, None)),
+        ("gemma", {}, {"vocab_size": 8}, (3, 3, None)),
+        ("roberta", {"pad_token": "<pad>"}, {}, (3, 3, 5)),
+        ("roberta", {}, {}, (3, 3, 1)),
+        ("nomic_bert", {}, {}, (3, 3, 0)),
+    ],
+)
+def test_special_ids_are_those_of_the_tokenizer(
+    kind: str, special: dict[str, str], given: dict[str, Any], ids: tuple[int | None, ...]
+) -> None:
+    """Where there is no token of padding, it is none, or that of the class for those that cannot do without."""
+    tokenizer = PretrainedTokenizer(tokenizer=word_tokenizer(WORDS, "a", eos_token="<end>", **special))
+    made, *_ = read_configuration(ModelSection(config={"model_type": kind, **given}, head="base"), tokenizer)
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id) == ids
+    assert made.vocab_size == given.get("vocab_size", len(WORDS))
 
 
 @pytest.mark.parametrize(
