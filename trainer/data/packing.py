@@ -35,6 +35,7 @@ class TokenDataset:
     separate: bool  # True if position ids restart with each document, which tells transformers where it begins.
     masked: bool  # True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding.
     separator: int  # The token that ends a document of joined text, and that fills sequences of whole documents.
+    begin: int | None = None  # The token that begins a document of joined text, if one does; it may be the separator.
     labels: NDArray[np.int64] | None = None  # Classes of documents, each of which has its own sequence then.
 
     @classmethod
@@ -81,7 +82,8 @@ class TokenDataset:
             ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
             labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
         elif self.separate:
-            begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
+            begins = torch.ones(len(ids), dtype=torch.bool)
+            begins[1:] = (ids[:-1] == self.separator) & (True if self.begin is None else ids[1:] == self.begin)
             labels = ids.masked_fill(begins, IGNORED_LABEL)
         else:
             labels = ids.clone()

@@ -384,11 +384,11 @@ def test_tokens_are_stored_in_the_narrowest_dtype(vocabulary: int, dtype: type) 
             writer.append(np.asarray(wrong), text_bytes=0)
 
 
-def packed_of(tokens: np.ndarray[Any, Any], length: int, separator: int | None = None) -> TokenDataset:
+def packed_of(tokens: np.ndarray[Any, Any], length: int, separator: int | None = None, begin: int | None = None) -> TokenDataset:
     none = TextAmount()
     stored: dict[str, Any] = {"kept": none, "held": none, "remarks": {}, "path": Path(), "blocks": [None]}
     text = StoredText(tokens=tokens, largest=int(tokens.max()), digest=str(tokens), **stored)
-    keys = {"separate": separator is not None, "masked": False, "separator": separator or 0}
+    keys = {"separate": separator is not None, "masked": False, "separator": separator or 0, "begin": begin}
     return TokenDataset.join(text, 0, TextAmount(tokens=tokens.size), length, **keys)
 
 
@@ -424,6 +424,23 @@ def test_byte_pair_entropy_of_texts_whose_entropy_is_known(monkeypatch: pytest.M
     assert whole == pytest.approx(math.log(4), abs=1e-4)
     monkeypatch.setattr("zeromesh.trainer.data.packing._PAIRS_AT_ONCE", 777)
     assert byte_pair_entropy(coins) == whole
+
+
+@pytest.mark.parametrize(
+    ("begin", "tokens", "places"),
+    [
+        (None, [5, 6, 1, 7, 8, 1], [0, 1, 2, 0, 1, 2]),
+        (2, [2, 5, 1, 2, 7, 1], [0, 1, 2, 0, 1, 2]),
+        (2, [2, 5, 1, 6, 7, 1], [0, 1, 2, 3, 4, 5]),  # The text itself has the separator.
+        (1, [1, 5, 1, 1, 7, 1], [0, 1, 2, 0, 1, 2]),
+        (1, [1, 1, 5, 6, 1, 1], [0, 0, 1, 2, 3, 0]),
+        (1, [5, 1, 1, 6, 1, 1], [0, 1, 0, 1, 2, 0]),
+    ],
+)
+def test_where_documents_begin(begin: int | None, tokens: list[int], places: list[int]) -> None:
+    sample = packed_of(np.asarray(tokens, dtype=np.uint8), len(tokens), 1, begin)[0]
+    assert sample["position_ids"].tolist() == places
+    assert sample["labels"].tolist() == [token if place else -100 for token, place in zip(tokens, places, strict=True)]
 
 
 @pytest.mark.parametrize("length", [12, 24])
