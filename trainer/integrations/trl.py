@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerState
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerState
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from zeromesh.environment import read_environment
@@ -20,9 +19,11 @@ from zeromesh.trainer.config.sections.base import find_object
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.data.streaming import digest
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import adapter_configs
+from zeromesh.trainer.models.build import read_configuration
 
 _TABLE: dict[str, Any] = read_texts(Path(__file__).with_suffix(".yaml"))
 _SECTIONS, _FILES = _TABLE["sections"].split(), _TABLE["files"]
@@ -94,17 +95,15 @@ def train(config: TrainerConfig) -> None:
     rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with trl_config.main_process_first(local=False):
-        own = "tokenizer" in config.data.model_fields_set
-        tokenizer = _tokenizer(config.data.tokenizer if own else config.model.source)
+        tokenizer = _tokenizer(config.data.tokenizer or config.model.source)
         files, forms = {"train": config.data.train, "eval": config.data.eval}, _TABLE["columns"][config.train.method]
         rows = {name: _rows(spec, forms) for name, spec in files.items() if spec is not None}
         _require_settings(config, trl_config, rows["train"], resumes=last is not None)
         is_there = last is not None and Path(source).is_dir()
         if config.model.source is None and trl_config.process_index == 0 and not is_there:
             # TRL's trainers load models, a reference model too, by name, so a new one is written first, once.
-            fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
             set_seed(config.run.seed)
-            new = AutoConfig.for_model(**{**fields, **(config.model.config or {})})
+            new, *_ = read_configuration(config.model, PretrainedTokenizer(tokenizer=tokenizer))
             AutoModelForCausalLM.from_config(new, trust_remote_code=False).save_pretrained(source)
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
     trl_config.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
@@ -142,10 +141,11 @@ def _tokenizer(spec: str | None) -> Any:
     if spec is None:
         raise ConfigError("data.tokenizer: missing; give bytes, a directory, or model.source, which has its own")
     if spec == "bytes":
-        alphabet = {each: number for number, each in enumerate(sorted(ByteLevel.alphabet()))}
-        bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
-        bytewise.pre_tokenizer, bytewise.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>", pad_token="<pad>")
+        plain = ByteTokenizer()  # Its ids are the bytes here too, and one that no text has ends and pads it.
+        ids = {f"<0x{byte:02X}>": byte for byte in range(plain.end_of_text)} | {"</s>": plain.end_of_text}
+        bytewise, decoders = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], byte_fallback=True)), tokenizers.decoders
+        bytewise.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>", pad_token="</s>")
     with library_errors("data.tokenizer", f"{spec!r} cannot be loaded: "):
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
 

@@ -12,6 +12,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.base import find_object
+from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.integrations import trl
 
 DPO: dict[str, Any] = {"train": {"method": "dpo", "options": {"beta": 0.3}}, "data": {"tokenizer": "bytes"}}
@@ -141,8 +142,11 @@ def test_rows_and_tokens(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ConfigError, match=r"empty.jsonl"):
         trl._rows(str(tmp_path / "empty.jsonl"), ["chosen rejected"])
-    tokenizer = trl._tokenizer("bytes")
-    assert tokenizer.decode(tokenizer("Grün 7")["input_ids"]) == "Grün 7"
+    tokenizer, plain = trl._tokenizer("bytes"), ByteTokenizer()
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (plain.vocab_size, 255, 255)
+    for text in ("Grün 7", "  a\t\0\n", "ÿ <0x41> </>", "日本 😀"):
+        assert tokenizer(text)["input_ids"] == plain.encode_prompt(text)
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     with pytest.raises(ConfigError, match=r"data.tokenizer: missing"):
         trl._tokenizer(None)
 
@@ -159,6 +163,11 @@ def test_the_configuration_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trl.train(load_config("configs/dpo.yaml", keys))
     assert (tmp_path / "dpo/model/config.json").is_file()
     assert f"the model is in {tmp_path / 'dpo/model'}" in capsys.readouterr().out
+    made = json.loads((tmp_path / "dpo/base/config.json").read_text())
+    assert (made["vocab_size"], made["eos_token_id"]) == (256, 255)
+    own = ["model.config=null", f"model.source={tmp_path / 'dpo/model'}", "data.tokenizer=null", "run.name=its-own"]
+    trl.train(load_config("configs/dpo.yaml", [*keys, *own]))
+    assert f"the model is in {tmp_path / 'its-own/model'}" in capsys.readouterr().out
     base = (tmp_path / "dpo/base/model.safetensors").stat()
     trl.train(load_config("configs/dpo.yaml", [*keys, "zero.stage=1", "batch.micro_size=1"]))
     assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
