@@ -447,7 +447,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     tokenizer = load_tokenizer(named) if named is not None else None
     console.status("building the model")
     compute, seed = getattr(torch, config.precision.compute), config.run.seed
-    built = add_adapters(build_model(config.model, seed), config.model, seed, compute, inside=True)
+    built = add_adapters(build_model(config.model, seed, trains=False), config.model, seed, compute, inside=True)
     model = built.model.requires_grad_(False)
     check_arguments(model, {}, None)
     require_directories(config.offload)

@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.io.format import MANIFEST
-from zeromesh.errors import ConfigError, library_errors
+from zeromesh.errors import ConfigError, library_errors, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.settings.keys import int_if_whole
@@ -159,11 +159,12 @@ _SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000  # as a configuration holds a name for each
 
 
-def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
+def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None, *, trains: bool = True) -> BuiltModel:
     """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
     where section and source give none. Code of the source runs with `trust_remote_code` alone. Parameters are fp32 and on meta, and
     `BuiltModel.source` has their values; a model that would lose some is built whole on CPU, and a note says so. Raises
-    `ConfigError` for an unknown model type, field or value, with the nearest names, and a missing source."""
+    `ConfigError` for an unknown model type, field or value, with the nearest names, a missing source, and one without the weights
+    of the head where nothing `trains` them."""
     made, automatic, directory = read_configuration(section, tokenizer)
     files, quantizer = (None, None) if directory is None else open_files(directory)
 
@@ -181,6 +182,10 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
         return built
     model: Any = built.model
     streamed = SafetensorsSource(files, model, built.source, quantizer)
+    if streamed.drawn and not section.wanted_adapters and (section.trains_nothing or not trains):
+        kind = some(made.architectures or ["no known kind"])
+        why = f"{directory} is of {kind}, without {some(streamed.drawn, 6)}, and nothing is trained"
+        raise ConfigError(f"{why}; set this to what it is for, or give a {section.head} model", where="model.head")
     generation = directory / "generation_config.json"
     # The model keeps the generation settings, since saving it writes them again.
     if generation.is_file() and model.can_generate():
@@ -310,12 +315,7 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
         raise ConfigError(f"model_type: {kind!r} is not known to transformers{hint}", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
     _check_fields(cls, settings)
-    if tokenizer is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
-        settings["vocab_size"] = tokenizer.vocab_size
-        # The default special ids of the class are of another vocabulary than the tokenizer's.
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            usual = getattr(cls, name, None)
-            if name not in settings and isinstance(usual, int) and usual >= tokenizer.vocab_size:
+    with _library_errors(where):
         if tokenizer is not None and "vocab_size" in _fields(cls):
             if settings.get("vocab_size") is None:
                 settings["vocab_size"] = tokenizer.vocab_size
@@ -324,8 +324,6 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
                 if number is None and (_fields(cls).get(name) is int or _NEEDS_PADDING.search(_code_of(cls))):
                     number = getattr(cls, name, None)
                 settings.setdefault(name, None if number is None or number >= settings["vocab_size"] else number)
-                settings[name] = None if name == "pad_token_id" else tokenizer.end_of_text
-    with _library_errors(where):
         return AutoConfig.for_model(kind, **settings)
 
 
@@ -357,6 +355,8 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
 def _fields(cls: type) -> dict[str, Any]:
     declared = {each.name: each.type for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
     return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_EXTRA_KEYS]) | declared
+
+
 def _code_of(cls: type) -> str:
     """Return the source of a configuration's class and its models."""
     return "".join(path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py"))
@@ -364,8 +364,6 @@ def _code_of(cls: type) -> str:
 
 _NEEDS_PADDING = re.compile(r"def (create_position_ids|_?shift_(tokens_)?right)")
 """Code of models that count positions from the padding token, or begin answers by it."""
-
-
 _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
 
 

@@ -240,6 +240,19 @@ def test_a_bare_base_model_loads_under_a_head(tmp_path: Path) -> None:
     assert torch.equal(built.source.read("model.layers.0.self_attn.q_proj.weight", 0, q.numel()), q)
 
 
+@pytest.mark.parametrize("kind", ["base", "classifier"])
+def test_a_head_that_nothing_trains_is_not_drawn(tmp_path: Path, kind: str) -> None:
+    made = small_model("llama", "sequence_classification", vocab_size=90)
+    (made.model if kind == "base" else made).save_pretrained(tmp_path)
+    section = ModelSection(source=str(tmp_path))
+    for given, trains in ((section, False), (section.model_copy(update={"train": ["!*"]}), True)):
+        with pytest.raises(ConfigError, match=r"model.head: .* is of Llama.*, without lm_head.weight, and nothing is trained; set"):
+            build_model(given, 0, trains=trains)
+    build_model(section, 0)
+    fits = section.model_copy(update={"head": "base" if kind == "base" else "sequence_classification"})
+    build_model(fits, 0, trains=False)
+
+
 def test_how_to_generate_is_taken_along(tmp_path: Path) -> None:
     original = saved("llama", tmp_path)
     original.generation_config.max_new_tokens = 7
