@@ -10,9 +10,10 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,11 +99,12 @@ def _generate(options: argparse.Namespace, fields: dict[str, Any], keys: list[st
         if options.check:
             generator.check_weights()
         generator.check_fields(fields)
-        if options.chat:
-            _serve_chat(generator, fields)
-            return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
-        asked = [{"seed": seed_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
+        seeds = (seed_of(f"{seed}/{number}/prompt") for number in count())
+        if options.chat:
+            _serve_chat(generator, fields, seeds)
+            return 0
+        asked = [{"seed": each, **line.prompt} for line, each in zip(prompts, seeds, strict=False)]
         for line, prompt in zip(prompts, asked, strict=True):
             with errors_as(DataError, f"{line.where}: ", ConfigError, DataError):
                 request, _ = generator.request_of(prompt, fields)
@@ -187,24 +189,24 @@ def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -
 _NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the text ends here"
 
 
-def _serve_chat(generator: Generator, fields: Mapping[str, Any]) -> None:
+def _serve_chat(generator: Generator, fields: Mapping[str, Any], seeds: Iterator[int]) -> None:
     """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0 handles it."""
     from zeromesh.launch.signals import handled_signals
 
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Undecodable bytes are refused with the number of their line.
         sys.stdin.reconfigure(errors="surrogateescape")
-    chat = _Chat(generator, fields) if generator.mesh.rank == 0 else None
+    chat = _Chat(generator, fields, seeds) if generator.mesh.rank == 0 else None
     with handled_signals((signal.SIGINT,), chat.interrupt if chat is not None else lambda *_: None):
         generator.serve(chat.inbox if chat is not None else None, batch=1)
 
 
 class _Chat:
-    """A conversation on a terminal. The generator serves `inbox`; a thread reads lines and writes answers."""
+    """A conversation on a terminal. The generator serves `inbox`; a thread reads lines and writes answers, by `seeds`."""
 
-    def __init__(self, generator: Generator, fields: Mapping[str, Any]) -> None:
+    def __init__(self, generator: Generator, fields: Mapping[str, Any], seeds: Iterator[int]) -> None:
         self.inbox = Inbox()
-        self._generator, self._fields = generator, fields
+        self._generator, self._fields, self._seeds = generator, fields, seeds
         self._messages: list[dict[str, str]] = []
         self._number: int | None = None
         # A missing template is reported before the first line is typed.
@@ -237,7 +239,7 @@ class _Chat:
         try:
             tokens = self._generator.encode(messages)
             self._generator.check_request(tokens, self._fields)
-            self._number = self.inbox.submit(tokens, pieces.put, fields=self._fields)
+            self._number = self.inbox.submit(tokens, pieces.put, fields=self._fields, seed=next(self._seeds))
         except ZeromeshError as error:
             _write_text(f"{error}; /reset begins anew\n")
             return

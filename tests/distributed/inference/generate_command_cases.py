@@ -74,6 +74,11 @@ def commands(mesh: Mesh, folder: str) -> None:
         talk = io.TextIOWrapper(io.BytesIO(b"Hi\n/reset\n\n\xff\nHi\nHo\n/exit\nnot this"), encoding="utf-8")
         with mock.patch.object(sys, "stdin", talk):
             found["talk"] = command(mesh, ["generate", "model", "--chat", "--max-new-tokens", "4"])
+        for seed in "12":
+            talk = io.TextIOWrapper(io.BytesIO(b"Hi\n/reset\nHi\n"), encoding="utf-8")
+            asked = ["generate", "model", "--chat", "--max-new-tokens", "8", "--seed", seed, "generation.do_sample=true"]
+            with mock.patch.object(sys, "stdin", talk):
+                found[f"seed {seed}"] = command(mesh, asked)
         with mock.patch.object(sys, "stdin", None):
             found["closed"] = command(mesh, ["generate", "model", "--chat"])
         rows = _lines(Path("r.jsonl").read_text())
@@ -101,6 +106,8 @@ def commands(mesh: Mesh, folder: str) -> None:
     assert "bytes that are no UTF-8, which is no text; /reset begins anew" in answers[4]
     assert len(answers) == 8, "a greeting, and a sign for each line that was read"
     assert found["talk"]["code"] == 0
+    drawn = [text for seed in "12" for text in found[f"seed {seed}"]["out"].split("> ")[1:4:2]]
+    assert len(set(drawn)) == 4, "each answer is another, in each conversation"
 
 
 def refusals(mesh: Mesh, folder: str) -> None:
