@@ -131,8 +131,9 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes: Any = {}
-    with suppress(OSError, DataError), (model / "config.json").open("rb") as file:
-        sizes = json_object(file.read(1 << 24), DataError)
+    for name in ("tokenizer_config.json", "config.json"):
+        with suppress(OSError, DataError), (model / name).open("rb") as file:
+            sizes |= json_object(file.read(1 << 24), DataError)
     beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
     if any(each.name.lower().endswith(picture_suffixes()) for each in beginning):
         kind, head = "pictures", "image_classification"
@@ -147,13 +148,14 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
             why = "the column label is not read"
             _hint(f"{why}: {model} is no classifier (for one: data.format=labels model.head=sequence_classification)")
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
-    limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
+    # The tokenizer of a model that begins to count positions at 2 says how many it has for tokens.
+    limits = (sizes.get(name) for name in ("max_position_embeddings", "n_positions", "model_max_length"))
     keys: dict[str, Any] = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
         "data.format": kind,
         "model.head": head,
-        "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
+        "data.sequence_length": min([1024, *(limit for limit in limits if type(limit) is int)]),
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
     }
     # A number of steps that is asked for is not cut short by a default.

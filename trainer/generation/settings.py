@@ -24,7 +24,7 @@ from zeromesh.trainer.generation.row_cache import layers_of
 from zeromesh.trainer.generation.sampling import RowSampler
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.models.user_model import positive
+from zeromesh.trainer.models.user_model import first_position, positive
 
 _NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
 FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))  # of `GenerationConfig`, and what they are here
@@ -245,7 +245,8 @@ def decoder_positions(module: Any) -> int | None:
     # Dynamic rotary frequencies scale with the text beyond the trained length.
     if "dynamic" in rope_kinds(config):
         return None
-    return positive(config, "max_decoder_position_embeddings", "max_position_embeddings") or None
+    known = positive(config, "max_decoder_position_embeddings", "max_position_embeddings")
+    return max(0, known - first_position(module)) or None
 
 
 def encoder_config(module: Any) -> Any:

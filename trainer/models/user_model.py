@@ -119,7 +119,7 @@ class ForwardInputs:
             named=named,
             required=() if users_loss else tuple(required),
             vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
-            positions=positive(text_part(config), "max_position_embeddings") or None,
+            positions=max(0, positive(text_part(config), "max_position_embeddings") - first_position(model)) or None,
         )
 
     def check(self, batch: Mapping[str, Any]) -> None:

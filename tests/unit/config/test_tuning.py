@@ -86,6 +86,17 @@ def test_a_directory_has_its_task(tmp_path: Path, architecture: str | None, colu
     assert (config.model.head, config.data.format) == (head, kind)
 
 
+def test_no_text_is_longer_than_the_tokenizer_says(tmp_path: Path) -> None:
+    """As the positions of RoBERTa, say, are counted from 2."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "m/config.json").write_text('{"max_position_embeddings": 514}')
+    for most, length in ((512, 512), (10**30, 514), (1e30, 514), (None, 514)):
+        (tmp_path / "m/tokenizer_config.json").write_text(json.dumps({"model_max_length": most}))
+        options = parsed("--model", str(tmp_path / "m"), "--data", str(tmp_path / "a.txt"))
+        assert f"data.sequence_length={length}" in options.overrides
+
+
 @pytest.mark.parametrize(
     ("sizes", "words", "changes"),
     [

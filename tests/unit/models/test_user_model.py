@@ -9,9 +9,10 @@ import transformers as tf
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from tests.support.architectures import on_meta
+from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.trainer.generation.settings import decoder_positions
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, positive, require_layout_fits, source_of, text_part, unwrap
 
 
@@ -131,6 +132,15 @@ def test_fields_that_a_forward_of_transformers_takes_and_needs() -> None:
     for embedding in (NotImplementedError, AttributeError, nn.Linear(2, 2)):
         assert inputs_of(Embedded(embedding)).vocab_size is None
     assert inputs_of(Embedded(nn.Embedding(4, 2))).vocab_size == 4
+
+
+def test_positions_may_be_counted_from_behind_that_of_padding() -> None:
+    sizes = {"vocab_size": 9, "max_position_embeddings": 12}
+    for kind, padding, positions in (("roberta", 1, 10), ("roberta", 0, 11), ("bert", 1, 12), ("bert", None, 12)):
+        assert inputs_of(on_meta(kind, "masked_lm", **sizes, pad_token_id=padding)).positions == positions
+    model = small_model("roberta", **sizes, pad_token_id=1, is_decoder=True)
+    model(input_ids=torch.full((1, 10), 5))
+    assert decoder_positions(model) == 10
 
 
 def test_a_batch_is_as_long_as_there_are_positions_and_has_what_is_needed() -> None:
