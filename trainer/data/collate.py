@@ -20,6 +20,10 @@ IGNORED_LABEL = -100  # The label of a position that is no target, as in `torch.
 Collate = Callable[[list[Any]], Any]
 
 _LABEL_NAMES = ("label", "label_ids")  # of labels in samples, beside `labels`, which collators rename to it
+MORE_TOKENS = (
+    "use the model's own tokenizer; or raise vocab_size in model.config, where the model is built from it alone; or add the "
+    "tokens to the directory of model.source first: model.resize_token_embeddings(len(tokenizer)), and save both there"
+)
 _LABELS = frozenset({"labels", *_LABEL_NAMES})
 
 
@@ -177,10 +181,10 @@ class BatchRules:
             ids = batch.get(field)
             if size is None or not isinstance(ids, Tensor) or ids.numel() == 0:
                 continue
-            what, cure = f"vocabulary has {size} tokens (ids", "use the model's own tokenizer, or raise vocab_size"
+            what, cure = f"vocabulary has {size} tokens (ids", MORE_TOKENS
             needs = "token ids are integers"
             if field == "labels" and not self.causal:
-                what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
+                what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels in model.config"
                 needs = "classes are integers, and a model with num_labels 1 takes numbers"
                 if ids.is_floating_point() and ids.ndim > 1:
                     continue  # Multi-label targets are floats.
@@ -195,7 +199,7 @@ class BatchRules:
                 sample = f"sample {indices[where[0]]}" if known else f"one of samples {samples}"
                 place = where[1:] if known else where
                 why = f"{sample}: {field}{place or ''} is {int(ids[tuple(where)])}"
-                raise DataError(f"{why}, but the model's {what} 0 to {size - 1}{ignored}); {cure} in model.config")
+                raise DataError(f"{why}, but the model's {what} 0 to {size - 1}{ignored}); {cure}")
 
     def drop_fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         named, library, known = self.named, is_library(self.collate), self.fields is not None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.data.collate import IGNORED_LABEL, MORE_TOKENS
 from zeromesh.trainer.data.sampler import integer_weights
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, TARGET, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import TokenArray
@@ -101,8 +101,7 @@ class TokenDataset:
         """Raise `DataError` for a token id of `vocab_size` or more."""
         if self.text.largest >= vocab_size:
             allowed = f"the model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1})"
-            cure = "set vocab_size in model.config, or use the tokenizer that belongs to the model"
-            raise DataError(f"the text has token id {self.text.largest} but {allowed}; {cure}")
+            raise DataError(f"the text has token id {self.text.largest} but {allowed}; {MORE_TOKENS}")
 
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and of how they are packed, equal for equal data."""

@@ -48,7 +48,7 @@ no text: data.train={here}/empty.txt -> holds 0 tokens & give more text, or lowe
 not text: data.train={here}/binary.txt -> binary.txt' is not text (its start holds NUL bytes)
 column: data.train={here}/rows.jsonl -> row 0 has no field 'text', only 'body'; set data.text_field
 broken rows: data.train={here}/broken.jsonl -> broken.jsonl' is not valid json
-vocabulary: model.config.vocab_size=100 -> the text has token id 255 but & vocabulary has 100 tokens & set vocab_size in
+vocabulary: model.config.vocab_size=100 -> the text has token id 255 but & vocabulary has 100 tokens & raise vocab_size in
 length: data.sequence_length=128 -> data.sequence_length: 128 is more than model.config.max_position_embedd
 default length: model.config={{model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}} | data.sequence_length=2048 ->
     sequences of 2048 tokens are longer than the 1024 positions of GPT2LMHeadModel & lower data.sequence_length
