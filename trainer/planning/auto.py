@@ -13,6 +13,7 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.machines.cards import find_name
+from zeromesh.trainer.models.build import TOKENIZER_FILES, directory_of
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, TIERS, with_layout
@@ -42,9 +43,8 @@ def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a layout, with their values, that these keys of a configuration (`section.key`) set."""
     found: dict[str, Any] = {}
     for key in keys:
-        key = key.partition("=")[0].strip()
-        if field := FIELDS.get(key):
-            section, _, name = key.partition(".")
+        section, name, *_ = [*key.partition("=")[0].strip().split("."), ""]  # Of a key below an option, the whole option.
+        if field := FIELDS.get(f"{section}.{name}"):
             value = getattr(getattr(config, section), name)
             found[field] = TierChoice(tier=value.tier, fraction=value.fraction) if field in TIERS else value
     if "schedule" in found or "chunks" in found:
@@ -111,7 +111,9 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     """Return the subject of a plan, with a trainer's `inputs`. Raises `ConfigError` or `DataError` for what is missing."""
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
-    tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)
+    tokenizer = None
+    if named is not None and inputs.model is None:
+        tokenizer = load_tokenizer(named if named == BYTES else directory_of(named, None, TOKENIZER_FILES, where="data.tokenizer"))
     model = build_whole_model(inputs.model, config, tokenizer).model
     loss = loss_of(config, inputs)(model)
     if inputs.train_dataset is None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from model_zoo.small_models import small_model
 from plan_bar import BARS, MODELS, tried
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support.text_files import word_tokenizer
 from tests.unit.planning.test_machine import MACHINE, MODEL, SMALL
 from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.environment import read_environment
@@ -53,6 +55,20 @@ def _on_card(*keys: str) -> Subject:
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return subject_of(_config())
+
+
+def test_a_tokenizer_of_the_hub_is_that_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    found: list[int] = []
+    (refs := tmp_path / "models--me--words/refs").mkdir(parents=True)
+    (refs / "main").write_text("a" * 40)
+    word_tokenizer(["a", "b", "<end>"], "a", eos_token="<end>").save_pretrained(refs.parent / "snapshots" / ("a" * 40))
+    sizes = "model_type: llama, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2"
+    for key, more in (("data.tokenizer=me/words", ""), ("data.tokenizer=bytes", ", vocab_size: 3")):
+        found.append(subject_of(load_config(None, [f"model.config={{{sizes}{more}}}", key])).parameters)
+    assert found[0] == found[1]
+    with pytest.raises(ConfigError, match="'me/other' is neither a directory here"):
+        subject_of(load_config(None, [f"model.config={{{sizes}}}", "data.tokenizer=me/other"]))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +237,9 @@ def test_given_keys_stay_as_they_are(subject: Subject) -> None:
     config = load_config(None, ["parallel.pipeline=2", "zero.stage=1", *_KEYS])
     fixed = fixed_fields(config, ["parallel.pipeline=2", "zero.stage", "run.seed"])
     assert fixed == {"pipeline": 2, "stage": 1}
+    below = ["offload.optimizer.tier=file", "offload.optimizer.fraction=0.5", "offload.parameters.tier=host"]
+    kept = fixed_fields(load_config(None, [*below, *_KEYS]), below)
+    assert kept == {"optimizer": TierChoice(tier="file", fraction=0.5), "parameters": TierChoice(tier="host")}
     plan = Planner(subject, MACHINE, fixed=fixed).plan(2)
     assert {(row.layout.pipeline, row.layout.stage) for row in plan.rows} == {(2, 1)}
     for shard, replicas in ((1, 2), (2, 1)):
