@@ -7,6 +7,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
+from zeromesh.mesh.mesh_shape import MODEL_AXES
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.foreign_names import TABLE, WORDS, Fate, SettingRow
 from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
@@ -50,10 +51,10 @@ class Translation:
         self.tensor = max([1, *(size for size in sizes if type(size) is int)])
         self.settings = {name: value for name, value in settings.items() if value != _AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
-        axes = {"tensor": self.tensor, "pipeline": 1}
+        axes = dict.fromkeys(MODEL_AXES, 1) | {"tensor": self.tensor}
         given = {name: int_if_whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
         axes |= {name: size for name in axes if type(size := given.get(name)) is int and size > 0}
-        self.data_ranks = max(1, ranks // (axes["tensor"] * axes["pipeline"]))
+        self.data_ranks = max(1, ranks // math.prod(axes.values()))
         self.problems: list[str] = []
         self.notes: list[str] = []
 

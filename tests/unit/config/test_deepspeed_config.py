@@ -339,9 +339,9 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
     (problem,) = problems_of(source, ranks=1)
     assert "Check batch related parameters" in problem
     assert "32 != 4 * 4 * 1" in problem
-    # Tensor ranks, and the stages of a pipeline, work on one batch together.
+    # Tensor and context ranks, and the stages of a pipeline, work on one batch together.
     assert load_config({**source, "tensor_parallel": {"autotp_size": 2}}, ranks=4).batch.global_size == 32
-    for parallel in ({"pipeline": 2}, {"tensor": 2}):
+    for parallel in ({"pipeline": 2}, {"tensor": 2}, {"context": 2}):
         assert load_config({**source, "zeromesh": {"parallel": parallel}}, ranks=4).batch.global_size == 32
 
 
