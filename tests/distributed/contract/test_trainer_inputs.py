@@ -76,7 +76,7 @@ bad config.json: model.source={here}/config | model.config=null -> config/config
 shapes: model.source={here}/shapes | model.config=null | data.tokenizer=bytes ->
     6 problems & has shape [32, 48], the model has [32, 64]
 bytes: model.source={here}/good | model.config=null | data.tokenizer=bytes ->
-    vocabulary has 64 tokens & the tokenizer that belongs to
+    vocabulary has 64 tokens & use the model's own tokenizer
 """)
 
 
