@@ -20,10 +20,7 @@ IGNORED_LABEL = -100  # The label of a position that is no target, as in `torch.
 Collate = Callable[[list[Any]], Any]
 
 _LABEL_NAMES = ("label", "label_ids")  # of labels in samples, beside `labels`, which collators rename to it
-MORE_TOKENS = (
-    "use the model's own tokenizer; or raise vocab_size in model.config, where the model is built from it alone; or add the "
-    "tokens to the directory of model.source first: model.resize_token_embeddings(len(tokenizer)), and save both there"
-)
+MORE_TOKENS = "use the model's own tokenizer, raise vocab_size in model.config, or resize_token_embeddings in model.source first"
 _LABELS = frozenset({"labels", *_LABEL_NAMES})
 
 

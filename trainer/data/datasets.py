@@ -32,7 +32,7 @@ from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, TokenArray, Tokenizer, load_tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes
 
-_VERSION = 5  # of the tokenization code: cached tokens of other versions are ignored
+_VERSION = 6  # of the tokenization code: cached tokens of other versions are ignored
 _LARGE = 16 << 20  # bytes of input files, above which several processes tokenize conversations
 _MOST_PROCESSES = 32
 Classes = tuple[tuple[str, ...], bool]  # those of a model, as `class_names` returns them

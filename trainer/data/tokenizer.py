@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from zeromesh.errors import DataError, errors_as, library_errors
 from zeromesh.trainer.config.yaml_reader import read_texts
@@ -230,9 +231,20 @@ def joined_text(content: Any) -> Any:
     return " ".join(texts)
 
 
+def decoded_call(call: Any) -> Any:
+    """Return the call of a function with arguments as a value, also where they are JSON in text, as OpenAI has them."""
+    function = call["function"]
+    is_text = isinstance(function["arguments"], str)
+    return {**call, "function": {**function, "arguments": from_json(function["arguments"])}} if is_text else call
+
+
 def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> list[dict[str, Any]]:
-    """Return messages with parts of text joined, or as they are if the template reads parts: others leave their text out, write
-    them as Python or JSON, or raise an error. Raises `DataError` as `joined_text`."""
+    """Return messages with calls decoded, and parts of text joined unless the template reads parts: others leave their text out,
+    write them as Python or JSON, or raise an error. Raises `DataError` as `joined_text`, and for arguments that are no JSON."""
+    for number, each in enumerate(messages):
+        # Some templates have calls of another form.
+        with suppress(TypeError, KeyError), errors_as(DataError, "tool_calls: arguments are no JSON: ", ValueError):
+            messages[number] = {**each, "tool_calls": [*map(decoded_call, each["tool_calls"])]}
     joined = [{**each, "content": joined_text(each["content"])} if "content" in each else each for each in messages]
     lists = [each["content"] for each in messages if isinstance(each.get("content"), list)]
     with suppress(DataError, *_TEMPLATE_ERRORS):
@@ -244,8 +256,7 @@ def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, An
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the special ids of a new model's configuration: texts begin after the end of another where no token begins them. The
-    token that ends texts is not its padding too, as models do not learn the embedding of that."""
+    """Return the special ids of a new model. What ends texts may begin them, but is no padding, whose embedding is not learnt."""
     own, end = getattr(tokenizer, "tokenizer", None), tokenizer.end_of_text
     begin, pad = (getattr(own, name, None) for name in ("bos_token_id", "pad_token_id"))
     return {"bos_token_id": end if begin is None else begin, "eos_token_id": end, "pad_token_id": None if pad == end else pad}

@@ -163,8 +163,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
     where section and source give none. Code of the source runs with `trust_remote_code` alone. Parameters are fp32 and on meta, and
     `BuiltModel.source` has their values; a model that would lose some is built whole on CPU, and a note says so. Raises
-    `ConfigError` for an unknown model type, field or value, with the nearest names, a missing source, and one without the weights
-    of the head where nothing `trains` them."""
+    `ConfigError` for an unknown model type, field or value, a missing source, and one without the head where nothing `trains`."""
     made, automatic, directory = read_configuration(section, tokenizer)
     files, quantizer = (None, None) if directory is None else open_files(directory)
 
@@ -362,8 +361,7 @@ def _code_of(cls: type) -> str:
     return "".join(path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py"))
 
 
-_NEEDS_PADDING = re.compile(r"def (create_position_ids|_?shift_(tokens_)?right)")
-"""Code of models that count positions from the padding token, or begin answers by it."""
+_NEEDS_PADDING = re.compile(r"def (create_position_ids|_?shift_(tokens_)?right)")  # positions or answers begin at the token
 _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
 
 

@@ -216,8 +216,7 @@ class SafetensorsSource(ParameterSource):
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files
         self._matched = matched = match(model, files.entries, quantizer)
-        may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
-        self.drawn = [name for name in matched.new if not _matches(name, may_lack)]  # what only training gives a use
+        self.drawn = [each for each in matched.new if not _matches(each, getattr(model, "_keys_to_ignore_on_load_missing", None))]
         self._skeleton = weight_sources.Skeleton(model)
         self._fallback = fallback
         canonical = weight_sources.canonical_names(model)

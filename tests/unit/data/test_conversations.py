@@ -148,6 +148,9 @@ def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw:
     nulls = [{**tools[0], "strict": None, "function": {**tools[0]["function"], "default": None}}]
     given_rows = [*rows, {**rows[-2], "tools": nulls}, {**rows[-1], "tools": json.dumps(nulls)}]
     rows += rows[-2:]
+    as_text = {**call, "tool_calls": [{"function": {"name": "add", "arguments": '{"x": 1}'}}]}  # OpenAI's own form.
+    given_rows.append({**rows[-2], "messages": [rows[-2]["messages"][0], as_text]})
+    rows.append(rows[-2])
     data = load(tmp_path, given_rows, own, chat_template=str(template), sequence_length=400)
     for row, sample in zip(rows, data.train, strict=False):
         given = row.get("tools")

@@ -66,6 +66,15 @@ def test_parts_of_text_are_read_by_the_template_or_else_joined(form: str) -> Non
     assert render(readable(turns, render)) == wanted
     plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
     assert readable(plain, render) is plain
+    for call in ({"function": {"name": "f", "arguments": {"x": None}}}, {"name": "f", "arguments": "{}"}, 3):
+        assert readable([{"role": "assistant", "tool_calls": [call]}], render)[0]["tool_calls"] == [call]
+    for text, value in (('{"x": null}', {"x": None}), ("3", 3), ("x", None)):
+        of: Any = [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": text}}]}]
+        if value is None:
+            with pytest.raises(DataError, match="tool_calls: arguments are no JSON: expected value"):
+                readable(of, render)
+            continue
+        assert readable(of, render)[0]["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": value}}]
     for content in ([{"type": "image"}], ["hi"], [{"text": "hi"}], [{"type": "text"}]):
         with pytest.raises(DataError, match="content is a list of other parts than text; allowed are text and"):
             readable([{"role": "user", "content": content}], render)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from pydantic_core import from_json
 
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
+from zeromesh.trainer.data.tokenizer import decoded_call
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _GREEDY_BELOW = 1e-5  # dividing logits by a lower temperature may overflow, and the best token is drawn in any case
@@ -117,13 +117,9 @@ class ChatMessage(BaseModel):
     @classmethod
     def _arguments(cls, calls: Any) -> Any:
         try:
-            for call in calls or ():
-                function = call["function"]
-                if isinstance(function["arguments"], str):
-                    call["function"] = {**function, "arguments": from_json(function["arguments"])}
+            return calls and [*map(decoded_call, calls)]
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError("calls have a function with name and arguments") from error
-        return calls
 
 
 class ChatRequest(_Options):
