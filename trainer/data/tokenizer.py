@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import tempfile
@@ -285,7 +286,7 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
         return found
 
 
-_UNFINISHED = "�"  # Decoders give the replacement character for an incomplete one.
+_UNFINISHED = re.compile(r"( (n'?|'[vr]?)?| ' )?�*$")  # a space that what follows may take away (" n't"), and half a character
 _CONTEXT_TOKENS = 12  # decoded again before new ones; divisible by 1 to 4, the bytes of a UTF-8 character
 
 
@@ -301,7 +302,7 @@ class TextStream:
         """Return the text that these tokens add; `last` also returns an incomplete character."""
         self._tokens += tokens
         text = self._decode(self._tokens)
-        end = len(text if last else text.rstrip(_UNFINISHED))
+        end = len(text if last else _UNFINISHED.sub("", text))
         new = text[self._returned : end]
         self._returned = max(self._returned, end)
         if len(self._tokens) > 2 * _CONTEXT_TOKENS and end == len(text):

@@ -14,9 +14,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from tests.support.plain import calling
+from tests.support.text_files import word_tokenizer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer import Trainer
-from zeromesh.trainer.data.tokenizer import TextStream
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, TextStream
 from zeromesh.trainer.inference.journal import SUFFIX, ResultJournal
 from zeromesh.trainer.trackers.backends import RowPosition, TrackedRow, WandbTracker
 
@@ -140,6 +141,21 @@ def test_text_that_comes_in_pieces_is_that_of_all_tokens() -> None:
         told = [stream.add([token], last=place == len(tokens)) for place, token in enumerate(tokens, start=1)]
         assert "".join(told) == wanted
         assert max(sizes) < 150, "not all of a long text is decoded for each token"
+
+
+def test_spaces_that_later_tokens_take_away_are_not_told_before() -> None:
+    """By tokenizers that clean up the spaces before punctuation."""
+    words = ["it", "'s", "n't", "do", "'", ",", "a", "'re", "?", "end"]
+    tokenizer = word_tokenizer(words, "a", eos_token="end", clean_up_tokenization_spaces=True)
+    decode = PretrainedTokenizer(tokenizer=tokenizer).decode
+    draw, cleaned = random.Random(1), 0
+    for _ in range(60):
+        tokens = [draw.randrange(9) for _ in range(20)]
+        stream = TextStream(decode)
+        told = [stream.add([token], last=place == len(tokens)) for place, token in enumerate(tokens, start=1)]
+        assert "".join(told) == decode(tokens)
+        cleaned += decode(tokens) != " ".join(words[token] for token in tokens)
+    assert cleaned > 50
 
 
 def test_a_full_disk_is_named_and_what_was_kept_is_left(tmp_path: Path) -> None:
