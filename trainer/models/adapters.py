@@ -91,7 +91,7 @@ def require_adapters_fit(model: Any, stages: int) -> None:
 
 
 _TABLES = read_texts(Path(__file__).with_suffix(".yaml"))
-_METHODS, _SHARED, _BASE_HEADS = (frozenset(_TABLES[name].split()) for name in ("methods", "shared", "heads"))
+_METHODS, _SHARED, _BASE_HEADS, MERGED = (frozenset(_TABLES[each].split()) for each in ("methods", "shared", "heads", "merged"))
 CHANGING = ("pissa", "olora")
 """The beginnings of initialisations that subtract the adapters from the base, of which the rest is then encoded."""
 

@@ -15,13 +15,15 @@ from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, errors_as, library_errors, some, summary
-from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.models.adapters import MERGED, is_adapted, pretrained_of
 from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.units.plan import parts_in_fp32
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
 from zeromesh.zero.full_state import persistent_buffers
 from zeromesh.zero.hooks import cast
+
+_TIED = "is also the weight of a layer with adapters, which cannot be merged into both; leave it out of the adapters' targets"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,9 +114,9 @@ class HubForm:
     def __init__(self, model: nn.Module) -> None:
         """Take the undivided model; its values are neither kept nor read."""
         self._why_not = ""
-        if is_adapted(model) and learns_prompts(model):
-            what = "adapters that put tokens before the inputs, or keys and values before theirs"
-            self._why_not = f"{what}, are no part of any weight of the model; save them with trainer.save"
+        kinds = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()} if is_adapted(model) else set()
+        if unmerged := sorted(kinds - MERGED):
+            self._why_not = f"nothing shows that {some(unmerged)} is merged right; save the adapter, and let PEFT merge it"
         for name, each in model.named_modules():
             if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
                 self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"
@@ -147,6 +149,9 @@ class HubForm:
                 elif outermost and (around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict)):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
+            around = {first for name, first in firsts for each in _parents(name) if hasattr(self._layers.get(each), "base_layer")}
+            if both := [name for name, first in firsts if first in around and self._layers.keys().isdisjoint(_parents(name))]:
+                self._why_not = f"{some(both)} {_TIED}"
         replaced = [(first, name) for name, first in firsts if ".original_module." in first]
         self._outside = {first: name for first, name in replaced if self._layers.keys().isdisjoint(_parents(name))}
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
@@ -198,10 +203,7 @@ class HubForm:
             if len(parts) == self._counts[layer]:
                 for leaf, merged in _merge(self._whole[layer], self._layers[layer].active_adapters, waiting.pop(layer)):
                     if merged.is_meta:
-                        raise ConfigError(
-                            f"{layer.removeprefix(self._prefix)}.{leaf} is also the weight of another layer, and adapters of "
-                            "one cannot be merged into both; leave the layer out of the adapters' targets"
-                        )
+                        raise ConfigError(f"{layer.removeprefix(self._prefix)}.{leaf} {_TIED}")
                     yield f"{layer}.{leaf}", merged
 
 

@@ -134,6 +134,48 @@ def test_what_transformers_keeps_in_float32_is_streamed_in_it() -> None:
     assert torch.float32 in found.values()
 
 
+@pytest.mark.parametrize(
+    ("tied", "adapter", "refusal"),
+    [
+        (True, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), "lm_head.weight is also the weight of a layer with adapters"),
+        (False, peft.LoraConfig(r=2, target_modules=["embed_tokens"]), ""),
+        (True, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]), ""),
+        (True, peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2]), ""),
+        (False, peft.OFTConfig(oft_block_size=4, r=0, target_modules=["q_proj"]), "nothing shows that OFT is merged right"),
+        (False, peft.LNTuningConfig(target_modules=["input_layernorm"]), "nothing shows that LN_TUNING is merged right"),
+        (False, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"), "PROMPT_TUNING is merged right"),
+    ],
+)
+def test_what_nothing_merges_is_refused(tied: bool, adapter: Any, refusal: str) -> None:
+    """Or is as PEFT merges it."""
+    model = peft.get_peft_model(seeded(partial(small_model, "llama", vocab_size=64, tie_word_embeddings=tied)), adapter)
+    weights = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    found = HubForm(model).convert(iter([(name, each.detach().clone()) for name, each in weights.items()]), torch.float32)
+    if refusal:
+        with pytest.raises(ConfigError, match=refusal):
+            dict(found)
+        return
+    merged, made = model.merge_and_unload(), dict(found)
+    assert all(torch.equal(made[name], each) for name, each in merged.named_parameters())
+
+
+def test_of_several_adapters_the_trained_one_is_merged(tmp_path: Path) -> None:
+    seeded(llama).save_pretrained(tmp_path / "base")
+    kinds = {
+        name: {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "v_proj"][: 1 + (name == "two")]}
+        for name in ("one", "two")
+    }
+    model = {"source": str(tmp_path / "base"), "adapters": kinds, "trained_adapter": "two"}
+    sections: dict[str, Any] = {"run": {"name": "r", "output_dir": str(tmp_path), "max_steps": 2}, "model": model}
+    sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 2}}
+    with Trainer(None, sections, [{"input_ids": IDS[0], "labels": IDS[0]}] * 4) as trainer:
+        trainer.fit()
+        wanted = logits(trainer.model)
+    export_checkpoint(tmp_path / "r/checkpoints/step-00000002", tmp_path / "merged", "float32", Console(), merge=True)
+    found = logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
 def test_adapters_in_a_copy_of_a_module_are_not_merged() -> None:
     model, _ = of_experts(modules_to_save=["mlp"])
     with pytest.raises(ConfigError, match=r"experts.* has adapters in a copy of a module \(modules_to_save\)"):

@@ -211,7 +211,7 @@ def _merged_tensors(
     others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
     with torch.device("meta"):
         trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
-        parts = ((given, part) for given in chosen for part in given.split(".")[1:-1])
+        parts = ((given, part) for given in chosen for part in given.split(".")[1:-1] if part not in others)
         own = next((part for given, part in parts if given.replace(f".{part}.", ".default.") in trained), "default")
         model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder), adapter_name=own)
         for name in others:
