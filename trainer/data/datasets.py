@@ -245,8 +245,7 @@ class _DatasetLoader:
         self.notes.append(Detail(note))
         masked = not all(each.is_joined for each in self.section.formats)  # Rows of the mixture have a mask too.
         keys = {"separate": self.section.separates, "masked": masked, "separator": self.tokenizer.end_of_text}
-        begin = next(iter(self.tokenizer.prefix_ids), None)
-        return TokenDataset.join(text, first, amount, length, begin=begin, **keys)
+        return TokenDataset.join(text, first, amount, length, begin=next(iter(self.tokenizer.prefix_ids), None), **keys)
 
     def _pack_rows(self, part: DataSection, text: StoredText, first: int, held: TextAmount, where: str) -> TokenDataset:
         length, counts, classes = part.sequence_length, Counter(text.remarks["counts"]), None

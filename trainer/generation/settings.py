@@ -245,8 +245,7 @@ def decoder_positions(module: Any) -> int | None:
     # Dynamic rotary frequencies scale with the text beyond the trained length.
     if "dynamic" in rope_kinds(config):
         return None
-    known = positive(config, "max_decoder_position_embeddings", "max_position_embeddings")
-    return max(0, known - first_position(module)) or None
+    return max(0, positive(config, "max_decoder_position_embeddings", "max_position_embeddings") - first_position(module)) or None
 
 
 def encoder_config(module: Any) -> Any:

@@ -182,8 +182,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     model: Any = built.model
     streamed = SafetensorsSource(files, model, built.source, quantizer)
     if streamed.drawn and not section.wanted_adapters and (section.trains_nothing or not trains):
-        kind = some(made.architectures or ["no known kind"])
-        why = f"{directory} is of {kind}, without {some(streamed.drawn, 6)}, and nothing is trained"
+        why = f"{directory} ({some(made.architectures or '?')}) lacks {some(streamed.drawn, 6)}, and nothing is trained"
         raise ConfigError(f"{why}; set this to what it is for, or give a {section.head} model", where="model.head")
     generation = directory / "generation_config.json"
     # The model keeps the generation settings, since saving it writes them again.

@@ -246,7 +246,7 @@ def test_a_head_that_nothing_trains_is_not_drawn(tmp_path: Path, kind: str) -> N
     (made.model if kind == "base" else made).save_pretrained(tmp_path)
     section = ModelSection(source=str(tmp_path))
     for given, trains in ((section, False), (section.model_copy(update={"train": ["!*"]}), True)):
-        with pytest.raises(ConfigError, match=r"model.head: .* is of Llama.*, without lm_head.weight, and nothing is trained; set"):
+        with pytest.raises(ConfigError, match=r"model.head: .* \(Llama.*\) lacks lm_head.weight, and nothing is trained; set"):
             build_model(given, 0, trains=trains)
     build_model(section, 0)
     fits = section.model_copy(update={"head": "base" if kind == "base" else "sequence_classification"})
