@@ -114,7 +114,7 @@ class HubForm:
     def __init__(self, model: nn.Module) -> None:
         """Take the undivided model; its values are neither kept nor read."""
         self._why_not = ""
-        kinds = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()} if is_adapted(model) else set()
+        kinds = {str(each.peft_type).rpartition(".")[2] for each in getattr(model, "peft_config", {}).values()}
         if unmerged := sorted(kinds - MERGED):
             self._why_not = f"nothing shows that {some(unmerged)} is merged right; save the adapter, and let PEFT merge it"
         for name, each in model.named_modules():
@@ -149,8 +149,8 @@ class HubForm:
                 elif outermost and (around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict)):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
-            around = {first for name, first in firsts for each in _parents(name) if hasattr(self._layers.get(each), "base_layer")}
-            if both := [name for name, first in firsts if first in around and self._layers.keys().isdisjoint(_parents(name))]:
+            inner = {first for name, first in firsts for each in _parents(name) if hasattr(self._layers.get(each), "base_layer")}
+            if both := [name for name, first in firsts if first in inner and self._layers.keys().isdisjoint(_parents(name))]:
                 self._why_not = f"{some(both)} {_TIED}"
         replaced = [(first, name) for name, first in firsts if ".original_module." in first]
         self._outside = {first: name for first, name in replaced if self._layers.keys().isdisjoint(_parents(name))}
