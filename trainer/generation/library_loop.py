@@ -133,13 +133,13 @@ def generate_in_rounds(
         or first.encoder_repetition_penalty not in (None, 1)
         or first.encoder_no_repeat_ngram_size
     )
-    alike = "one length" if one_length else "about one length"
-    placed.console.note(f"prompts are generated in batches of {alike}: {why}")
+    placed.console.note(f"prompts are generated in batches of {'' if one_length else 'about '}one length: {why}")
     # A rank without prompts in the last round still gathers parameters with the others.
     idle = copy.deepcopy(first)
     idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
     # An encoder's prompts are padded to the longest of all ranks.
     how = {"one_length": one_length, "whole_rounds": one_length and has_encoder}
+    batch = 1 if first.get_generation_mode().name == "ASSISTED_GENERATION" else batch  # The library takes one prompt then.
     lengths = [len(request.tokens) for request in requests]
     for numbers in partition_prompts(lengths, ranks=mesh.data.size, batch=batch, **how):
         here = [requests[number] for number in numbers[mesh.data_index]]

@@ -216,6 +216,10 @@ def test_results_and_options_of_a_prompt(generator: Generator) -> None:
     (ended,) = generator.generate(["Hi"], max_new_tokens=4, eos_token_id=first[1].tokens[2])
     assert ended.tokens == first[1].tokens[: first[1].tokens.index(first[1].tokens[2]) + 1]
     assert ended.finish == "stop"
+    looked_up = generator.generate([[5, 6, 5], [7, 8, 7]], max_new_tokens=3, prompt_lookup_num_tokens=2)
+    assert [each.tokens for each in looked_up] == [
+        each.tokens for each in generator.generate([[5, 6, 5], [7, 8, 7]], max_new_tokens=3)
+    ]
     (beams,) = generator.generate(["Hi"], max_new_tokens=3, num_beams=2)
     assert (beams.logprobs, beams.new_tokens) == (None, 3)
     (plain,) = generator.generate(["Hi"], max_new_tokens=4, use_cache=False)
@@ -231,6 +235,7 @@ def test_results_and_options_of_a_prompt(generator: Generator) -> None:
         ([[300]], {}, "prompt 0 has token 300, and the model knows 300"),
         ([[299], [300]], {}, "prompt 1 has token 300"),
         ([[1] * 40], {}, "prompt 0: the prompt has 40 tokens, which with the new ones become 41"),
+        (["a"], {"token_healing": True}, "token_healing is not taken; end the prompt where a token ends"),
         ([{"text": "a", "top_k": 3}, "b"], {"num_beams": 2}, "beam_search .* so prompts are generated alike"),
         ([{"text": "a", "max_tokens": 3}], {}, "max_tokens is no field"),
     ],
