@@ -149,6 +149,18 @@ def _refuse_step(*_: Any, **__: Any) -> None:
     raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
 
 
+def _step_of(owner: Any) -> Any:
+    """Return the function `step` of an optimizer or a class, without what torch wraps around it, as its schedulers do."""
+    found = getattr(owner.step, "__func__", owner.step)
+    while hasattr(found, "__wrapped__") and _is_torchs(found):
+        found = getattr(found.__wrapped__, "__func__", found.__wrapped__)
+    return found
+
+
+def _is_torchs(function: Any) -> bool:
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
+
+
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False) -> OptimizerSettings:
     """Return the settings of an optimizer over `names`; if `takes_modes` it may have train() and eval(). Raises `ConfigError`."""
     modes: list[Any] = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
@@ -171,6 +183,8 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]],
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": differentiable,
         "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns": hooked,
+        "optimizer has a step() of its own instead of its class's, which would not run; write it in a class that inherits from its "
+        "class": any(_step_of(each) not in (_step_of(type(each)), _refuse_step) for each in (optimizer, *parts)),
         f"optimizer {kind} has train() and eval(), which change parameters outside of its steps; take another, and for averaged "
         "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model), or give it to zeromesh.Trainer as optimizer.name": (
             not has_modes and any(callable(getattr(each, mode, None)) for each in parts for mode in ("train", "eval"))
@@ -188,6 +202,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]],
     decoupled = any(each.get("decoupled_weight_decay", name == "adamw") != (name == "adamw") for each in groups)
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
+    by_class |= name is not None and not _is_torchs(_step_of(type(optimizer)))
     if name is None or by_class or decoupled:
         take_overrides(*parts)
         classes = {each for part in parts for each in type(part).__mro__} - {Optimizer, object}

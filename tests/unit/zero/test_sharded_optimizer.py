@@ -3,8 +3,8 @@
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
-from types import SimpleNamespace
+from functools import partial, wraps
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -549,6 +549,27 @@ def test_a_fused_update_is_taken_where_it_has_all_options(make: Any, second: dic
     assert found.members == (("0.weight", "0.bias"), ("1.weight", "1.bias"))
 
 
+def patched(optimizer: Any, wrap: Callable[[Any], Any] = lambda step: step) -> None:
+    """Replace `step` on the object by one that looks like it, before or after a scheduler has."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    original = optimizer.step
+    optimizer.step = wrap(MethodType(torch.no_grad()(wraps(original)(lambda self: original())), optimizer))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def test_a_step_that_torch_wraps_is_that_of_the_class_and_another_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    optimizer: Any = AdamW(model.parameters())
+    settings = settings_of(optimizer, model.named_parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = torch.compile(optimizer.step)
+    assert settings_of(optimizer, model.named_parameters()) == settings
+    assert settings.own_class is None
+    original: Any = AdamW.step
+    monkeypatch.setattr(AdamW, "step", wraps(original)(lambda self, closure=None: original(self, closure)), raising=False)
+    assert settings_of(AdamW(model.parameters()), model.named_parameters()).own_class is not None
+
+
 def used(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     for each in parameters:
         each.grad = torch.zeros_like(each)
@@ -560,6 +581,7 @@ def used(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     [
         (SGD, lambda each, _: each.register_step_pre_hook(lambda *_: None), "step hooks, which would not run"),
         (SGD, lambda each, _: each.register_step_post_hook(lambda *_: None), "step hooks, which would not run"),
+        (SGD, lambda each, _: patched(each), r"has a step\(\) of its own instead of its class's, which would not run"),
         (Adagrad, used, "Adagrad has states before its first step"),
         (AdamW, used, "AdamW has states before its first step"),
         (AdamW, lambda each, _: each.param_groups[1].update(differentiable=True), "differentiable=True"),
@@ -581,6 +603,7 @@ def test_what_an_update_of_shards_would_lose_is_refused(make: Any, change: Calla
     ("make", "change", "said"),
     [
         (SGD, lambda each: each.register_step_pre_hook(lambda *_: None), "step hooks, which would not run"),
+        (Rated, patched, r"has a step\(\) of its own instead of its class's"),
         (Rated, lambda each: setattr(each, "eval", each.zero_grad), r"has train\(\) and eval\(\)"),
         (Adagrad, bool, "not taken over but for those of an Adagrad alone"),
     ],
