@@ -80,12 +80,14 @@ class PackedAttention:
         self, batch: _Batch, model: nn.Module | None = None, *, on_device: bool = False, shares: Context | None = None
     ) -> None:
         """Read a `batch` on the CPU, which will be copied to a device if `on_device`, for `model`. A document begins where position
-        ids `[rows, length]` restart. With `shares` the batch is whole, and models get this rank's share of it. Raises `DataError`
+        ids `[rows, length]`, or one row for all, restart. With `shares` the batch is whole, and models get this rank's share of it. Raises `DataError`
         for a batch that cannot be shared, and for padding inside of a document of a packed sequence."""
         self._model, self._shares, self._unpadded = model, shares, batch
         self._batch = batch if shares is None else padded_batch(batch, shares.multiple)
         of_rows = {name: each for name, each in self._batch.items() if isinstance(each, Tensor) and each.dim() == 2}
         positions, self._padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
+        if positions is not None and len(positions) == 1 and (ids := self._ids()) is not None and ids.ndim > 1:
+            positions = positions.expand(len(ids), -1)  # One row for all, which models expand too.
         if shares is not None and positions is None:  # They have several dims, and tell no documents.
             rows, length = next(iter(of_rows.values())).shape
             positions = torch.arange(length).expand(rows, length)
@@ -150,7 +152,8 @@ class PackedAttention:
         return bool(real.all()) or real
 
     def _ids(self) -> Any:
-        return next(self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None)
+        found = map(self._unpadded.get, ("input_ids", "inputs_embeds"))
+        return next((each for each in found if each is not None), None)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

@@ -123,8 +123,12 @@ def test_no_scores_of_whole_sequences_are_made(kind: str, fields: dict[str, Any]
     assert sizes.largest < 1024 * 1024 / 4
 
 
-def test_a_mask_that_a_model_looks_into_is_the_mask() -> None:
-    batch = packed_batch()
+@pytest.mark.parametrize("others", [{}, {"input_ids": None, "inputs_embeds": torch.zeros(2, 10, 8)}])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mask_that_a_model_looks_into_is_the_mask(rows: int, others: dict[str, Any]) -> None:
+    """Also where one row of positions is that of all sequences."""
+    batch = packed_batch(**others)
+    batch["position_ids"] = batch["position_ids"][:rows]
     config = tf.LlamaConfig(attn_implementation="sdpa")
     with PackedAttention(batch).in_force():
         mask = create_causal_mask(config, torch.zeros(2, 10, 8), None, None)
