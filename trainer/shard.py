@@ -377,6 +377,7 @@ def load(directory: str | PathLike[str], model: nn.Module, optimizer: ShardedOpt
     is no checkpoint, and nothing was loaded. Raises `CheckpointError` if there are checkpoints, and none of them can be read, or a
     model in transformers' form instead, and `LayoutError` if the checkpoint is of another model or another kind of optimizer."""
     engine, path = engine_of(model), Path(directory).expanduser()
+    engine.require_trained("a load")
     store = CheckpointStore(path)
     found = [path] if store.step_of(path) is not None else [store.path(step) for step in candidates(engine.mesh, store)]
     problems: list[str] = []

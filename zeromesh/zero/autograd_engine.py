@@ -426,6 +426,7 @@ class AutogradEngine(ZeroEngine):
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
         """Update with the gradients times `factor`, under a loss scale if they are finite; returns True then. All ranks call it."""
+        self.require_trained("an update")
         self.require_same_parameters()
         self._passes.close_backwards()
         if self._passes.writes.unread_comparisons(self.units):

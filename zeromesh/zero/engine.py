@@ -147,8 +147,7 @@ class ZeroEngine:
         step = self.optimizer_step
         if not own:
             self.require_alike("a checkpoint")
-            if self._has_averages:
-                raise PhaseError("a checkpoint has trained weights, and the model has averaged ones: save it after averaged()")
+            self.require_trained("a checkpoint")
         changed = {
             slot.spec.name: (trained, steps)
             for bucket in self._buckets
@@ -164,6 +163,13 @@ class ZeroEngine:
             "loss_scale": step.scaler.scale,
             "good_steps": step.scaler.good_steps,
         }
+
+    def require_trained(self, what: str) -> None:
+        """Raise `PhaseError` where the model has its averaged weights."""
+        if self._has_averages:
+            raise PhaseError(
+                f"{what} is of trained weights, and the model has averaged ones: first leave averaged(), without an error"
+            )
 
     def load_progress(self, *, updates: int, trained: Mapping[str, Any], loss_scale: float, good_steps: int) -> None:
         """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
@@ -339,6 +345,8 @@ class ZeroEngine:
         the number of updates in the loaded averages; None keeps the present one. After an error the shards hold parts of both
         states until such a block succeeds; after a `LayoutError` nothing was read. `swaps`: they
         are swapped with the weights. `finishing`: the block ends a recorded update."""
+        if not swaps and not finishing:
+            self.require_trained("a load")
         journal = None if finishing else self.optimizer_step.journal
         if journal is not None and not swaps:  # The journal guards a swap, as it does an update.
             journal.memory.forget()
@@ -401,20 +409,22 @@ class ZeroEngine:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside the block the model has its averaged weights, and the averages' memory has the others; on all ranks alike. After
-        an error on several ranks at once they stay exchanged, as no rank can go on then."""
+        an error on several ranks at once they stay exchanged, as no rank can go on then. A block inside of another has them too."""
+        averages = self.optimizer_step.averages
+        if self._has_averages or averages is None or not averages.count:
+            yield
+            return
         self._swap_averages()
         try:
             yield
         except BaseException:
-            if self.mesh.world_size == 1:
+            if self.mesh.world_size == 1 and self._has_averages:
                 self._swap_averages()
             raise
-        self._swap_averages()
+        if self._has_averages:  # Else the engine was closed.
+            self._swap_averages()
 
     def _swap_averages(self) -> None:
-        averages = self.optimizer_step.averages
-        if averages is None or not averages.count:
-            return
         if self.durable is not None:  # Every weight has a copy to be gathered, and the files stay as they are.
             self._shows_averages ^= True
             with self.loading(finishing=True):
@@ -430,6 +440,7 @@ class ZeroEngine:
 
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
+        self._averages_swapped = self._shows_averages = False
         self._hooks.remove()
         self._passes.close()
         self._experts.close()

@@ -408,13 +408,24 @@ def averages(mesh: Mesh, stage: int) -> None:
         assert max(float((found[name] - each).abs().max()) for name, each in wanted.items()) < EXACT
         with zeromesh.gathered(ours.model, [name := min(wanted)]):
             assert float((ours.model.get_parameter(name) - wanted[name]).abs().max()) < EXACT
-        _says("save it after averaged()", lambda: zeromesh.save("nowhere", ours.model, ours.optimizer))
+        with zeromesh.averaged(ours.model):
+            assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
+        assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
+        inside = "is of trained weights, and the model has averaged ones: first leave averaged(), without an error"
+        _says(f"a checkpoint {inside}", lambda: zeromesh.save("nowhere", ours.model, ours.optimizer))
+        _says(f"a load {inside}", lambda: zeromesh.load("nowhere", ours.model, ours.optimizer))
+        _says(f"a load {inside}", lambda: ours.model.load_state_dict(plain.model.state_dict()))
+        _says(f"an update {inside}", ours.optimizer.step)
     assert apart(ours, plain) < EXACT
     best = dict(zeromesh.state_dict(ours.model))
     kept = {name: each.clone() for name, each in best.items()}
     ours.backward(STEPS)
     ours.finish()
     assert all(torch.equal(each, kept[name]) for name, each in best.items()), "they are copies"
+    with zeromesh.averaged(ours.model):
+        kept = dict(zeromesh.state_dict(ours.model))
+        zeromesh.unshard(ours.model)
+    assert all(torch.equal(each, kept[name]) for name, each in ours.model.named_parameters())
 
 
 def _says(words: str, call: Callable[[], object]) -> None:

@@ -52,6 +52,7 @@ test_other_loops_copies_and_refusals = tried(
     "shard_cases",
     [
         *(row(2, case, stage=3) for case in ("adversaries", "averages", "deferred")),
+        row(1, "averages", stage=0),
         *(row(2, case, stage=stage) for case in ("refused", "forgotten") for stage in (1, 3)),
         row(2, "copies"),
         *(row(ranks, "evaluated") for ranks in (1, 2)),
