@@ -34,7 +34,7 @@ from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.parallelize import Divided
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, is_storable
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.generation.library_loop import generate
@@ -350,9 +350,8 @@ def save(
     members, groups = engine.options.optimizer.members, list[dict[str, Any]]()
     for group, names in () if optimizer is None else zip(optimizer.param_groups, members, strict=True):
         # Functions and objects are those of the loop that goes on.
-        kept = {name: each for name, each in group.items() if isinstance(each, _STORABLE)}
-        values = {name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()}
-        groups.append({**values, "params": sorted(names)})
+        kept = {name: each for name, each in group.items() if name != "params" and is_storable(each)}
+        groups.append({**kept, "params": sorted(names)})
     own = {LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}}
     number = progress["updates"] if step is None else step
     made = TrainerState(step=number, samples=0, tokens=0, skipped=0, **progress, callbacks=own)
@@ -419,7 +418,7 @@ def _take_groups(optimizer: ShardedOptimizer, stored: Sequence[Mapping[str, Any]
         raise LayoutError(f"{why}; make the groups that were saved, or load weights alone, without the optimizer")
     for names, values in found.items():
         for name in values.keys() - {"params"}:
-            if isinstance(groups[names].get(name), torch.Tensor):  # A class may insist on tensors.
-                groups[names][name].fill_(values[name])
+            if isinstance(own := groups[names].get(name), torch.Tensor):  # A class may insist on tensors.
+                own.copy_(torch.tensor(values[name], dtype=own.dtype))
             else:
                 groups[names][name] = values[name]

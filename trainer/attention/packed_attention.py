@@ -80,8 +80,8 @@ class PackedAttention:
         self, batch: _Batch, model: nn.Module | None = None, *, on_device: bool = False, shares: Context | None = None
     ) -> None:
         """Read a `batch` on the CPU, which will be copied to a device if `on_device`, for `model`. A document begins where position
-        ids `[rows, length]`, or one row for all, restart. With `shares` the batch is whole, and models get this rank's share of it. Raises `DataError`
-        for a batch that cannot be shared, and for padding inside of a document of a packed sequence."""
+        ids `[rows, length]`, or `[1, length]`, restart. With `shares` the batch is whole, and models get this rank's share of it.
+        Raises `DataError` for a batch that cannot be shared, and for padding inside of a document of a packed sequence."""
         self._model, self._shares, self._unpadded = model, shares, batch
         self._batch = batch if shares is None else padded_batch(batch, shares.multiple)
         of_rows = {name: each for name, each in self._batch.items() if isinstance(each, Tensor) and each.dim() == 2}

@@ -43,6 +43,15 @@ _MADE: dict[str, Callable[[Any], Any]] = {  # what JSON does not have, by its on
 }
 
 
+def is_storable(value: Any) -> bool:
+    """Return True if a checkpoint can hold a value."""
+    try:
+        _to_strict_json(value, "")
+    except StorageError:
+        return False
+    return True
+
+
 def _to_strict_json(value: Any, place: str) -> Any:
     """Convert `value` to types of strict JSON; NumPy's and PyTorch's numbers become lists and numbers."""
     if isinstance(value, float):

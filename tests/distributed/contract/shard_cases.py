@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import peft
 import torch
 from torch import nn
@@ -565,7 +566,10 @@ def saved(mesh: Mesh, folder: str) -> list[float]:
     """Trains for two steps and saves, trains on for two, saves again; the latter is damaged."""
     ours, plain = sides(mesh, 3)
     scheduler, other = StepLR(ours.optimizer, 1, 0.5), StepLR(plain.optimizer, 1, 0.5)
-    ours.optimizer.param_groups[0]["called"] = len  # What only the loop has is not saved.
+    # What only the loop has is not saved.
+    ours.optimizer.param_groups[0].update(
+        called=len, calls=[{"first": len}], floor=numpy.float32(0.25), pair=torch.tensor([0.1, 2.0])
+    )
     for step in range(4):
         for side, each in ((ours, scheduler), (plain, other)):
             side.backward(step)
@@ -587,9 +591,12 @@ def loaded(mesh: Mesh, folder: str, stage: int) -> tuple[int, float]:
     """Goes on from there on other ranks, with the batches of two ranks; loads twice. The step, and how far it gets from `saved`."""
     ours, plain = sides(mesh, stage)
     plain.model.load_state_dict(torch.load(Path(folder, "plain.pt")))
-    scheduler = StepLR(ours.optimizer, 1, 0.5)
+    scheduler, group = StepLR(ours.optimizer, 1, 0.5), ours.optimizer.param_groups[0]
+    group["pair"] = torch.zeros(2)
     for _ in range(2):
         state = zeromesh.load(folder, ours.model, ours.optimizer) or {}
+    assert (group["floor"], *group["pair"].tolist()) == (0.25, *torch.tensor([0.1, 2.0]).tolist())
+    assert not group.keys() & {"called", "calls"}
     scheduler.load_state_dict({name: value for name, value in state.items() if name != "step"})
     for step in range(state["step"] + 1, 4):
         pair = Side(plain.model, plain.optimizer, 0, 2)
