@@ -49,6 +49,7 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, set_tf32
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, synchronize_initial_values
+from zeromesh.units.plan import main_dtype
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
@@ -96,9 +97,9 @@ def shard(
     there are none, this process is the only rank.
 
     Args:
-        model: a built model with its initial values; rank 0's are used if they differ. The compute dtype is the
-            dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
-            any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
+        model: a built model with its initial values; rank 0's are used if they differ. The compute dtype is that
+            of most of its elements, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on any
+            rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
         optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that creates one from
             `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, without gradients.
         config: a file (YAML or JSON) or a dict; a warning names sections beside `zero`, `parallel`, `precision`, `offload`, `ema`.
@@ -186,7 +187,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
-    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), torch.float32)
+    dtype = main_dtype(model.parameters())
     sums = "float64" if dtype == torch.float64 else "float32"
     found: dict[str, dict[str, Any]] = {
         "precision": {"compute": str(dtype).removeprefix("torch."), "master": sums, "reduce": sums},

@@ -1,5 +1,6 @@
 """Loops of a user's own over a partitioned model are those of plain PyTorch, or are refused by name."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,25 @@ def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -
         for step, apart in workers.run(ranks, "shard_cases:loaded", folder=str(tmp_path), stage=stage):
             assert step == 1, "the damaged one is skipped"
             assert apart < EXACT
+
+
+@pytest.mark.parametrize(("first", "main"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float32)])
+def test_a_model_computes_in_the_dtype_of_most_elements(first: torch.dtype, main: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3, dtype=first), nn.Linear(3, 16, dtype=main))
+    model = copy.deepcopy(plain)
+    optimizer = zeromesh.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)[1]
+    found = []
+    for each, step in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1).step), (model, optimizer.step)):
+        out = each[1](each[0](torch.ones(2, 4, dtype=first)).to(main))
+        out.float().square().sum().backward()
+        step()
+        found.append((out, each[0].weight.dtype, each[1].weight.dtype))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:] == (first, main)
+    zeromesh.unshard(model)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=0.02, atol=1e-3)
 
 
 def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
