@@ -167,9 +167,7 @@ class ZeroEngine:
     def require_trained(self, what: str) -> None:
         """Raise `PhaseError` where the model has its averaged weights."""
         if self._has_averages:
-            raise PhaseError(
-                f"{what} is of trained weights, and the model has averaged ones: first leave averaged(), without an error"
-            )
+            raise PhaseError(f"{what} is of trained weights, and the model has averaged ones: leave the block averaged() first")
 
     def load_progress(self, *, updates: int, trained: Mapping[str, Any], loss_scale: float, good_steps: int) -> None:
         """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
@@ -410,21 +408,22 @@ class ZeroEngine:
     def averaged(self) -> Iterator[None]:
         """Inside the block the model has its averaged weights, and the averages' memory has the others; on all ranks alike. After
         an error on several ranks at once they stay exchanged, as no rank can go on then. A block inside of another has them too."""
-        averages = self.optimizer_step.averages
-        if self._has_averages or averages is None or not averages.count:
+        averages, inside = self.optimizer_step.averages, self._has_averages
+        if inside or averages is None or not averages.count:
             yield
             return
-        self._swap_averages()
+        self._swap_averages(inside)
         try:
             yield
         except BaseException:
-            if self.mesh.world_size == 1 and self._has_averages:
-                self._swap_averages()
+            if self.mesh.world_size == 1:
+                self._swap_averages(not inside)
             raise
-        if self._has_averages:  # Else the engine was closed.
-            self._swap_averages()
+        self._swap_averages(not inside)
 
-    def _swap_averages(self) -> None:
+    def _swap_averages(self, present: bool) -> None:
+        if self._has_averages != present:  # The engine was closed in between.
+            return
         if self.durable is not None:  # Every weight has a copy to be gathered, and the files stay as they are.
             self._shows_averages ^= True
             with self.loading(finishing=True):

@@ -412,7 +412,7 @@ def averages(mesh: Mesh, stage: int) -> None:
         with zeromesh.averaged(ours.model):
             assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
         assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
-        inside = "is of trained weights, and the model has averaged ones: first leave averaged(), without an error"
+        inside = "is of trained weights, and the model has averaged ones: leave the block averaged() first"
         _says(f"a checkpoint {inside}", lambda: zeromesh.save("nowhere", ours.model, ours.optimizer))
         _says(f"a load {inside}", lambda: zeromesh.load("nowhere", ours.model, ours.optimizer))
         _says(f"a load {inside}", lambda: ours.model.load_state_dict(plain.model.state_dict()))
