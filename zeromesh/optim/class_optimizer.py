@@ -4,26 +4,24 @@ element by element    each rank updates the pieces of parameters in its shards; 
 whole tensors         each parameter has one owner, which holds its whole states: for an update the owner receives the parameter's
                       gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
-A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
-that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored; of other objects, such as GaLore's
-projectors, the tensors and numbers in them. What depends on sizes is updated whole, and laid out by a step with its shape."""
+A class is element-wise if it asks no tensor for its size, and small ones updated in flat pieces get the values and states of whole
+ones. Of states that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored; of other objects,
+such as GaLore's projectors, the tensors and numbers in them. What depends on sizes is laid out by a step with its shape."""
 
 import copy
-import dis
-import gc
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, pairwise
-from operator import itemgetter
-from types import CodeType, FunctionType, ModuleType
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from zeromesh.checkpoint.io.format import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, library_errors
@@ -45,6 +43,13 @@ _LARGE_STEPS = 3
 _LEAST_RATE = 0.01  # the trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing
 _GROUP = "group_"  # the prefix of the names of states that stand for a number in the group of their parameter
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_SIZES = {*map(attrgetter("__get__"), (Tensor.shape, Tensor.ndim)), Tensor.numel, Tensor.nelement, Tensor.size, Tensor.dim}
+_SIZES |= {torch.numel, Tensor.ndimension, Tensor.__len__}
+_DEPENDS = (
+    "depends on others, on groups beside its own, on its place, or on chance, and ranks update parameters on their own; use one "
+    "that updates each tensor by itself, set what belongs to a parameter as its attribute, or as a value of its group, or give "
+    "shard() a list of optimizers with a group each"
+)
 _Named = Mapping[str, Any]
 _Row = tuple[Tensor, Tensor | None, _Named]  # values, gradient and states of a parameter
 
@@ -98,7 +103,9 @@ def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads
         if not spec.region.is_whole:
             axis = "expert" if spec.in_experts else "tensor"
             why = f"optimizer {type(own_class.parts[spec.group][0]).__name__} needs whole tensors, and {axis} parallelism divides"
-            raise ConfigError(f"{why} {spec.name}; set parallel.{axis} to 1, or use one that works element by element")
+            raise ConfigError(
+                f"{why} {spec.name}; set parallel.{axis} to 1, or use one that works element by element, and asks for no sizes"
+            )
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
@@ -339,11 +346,10 @@ def _run_step(
     given: _Named,
     kept: Iterable[str] = (),
     call: str = "step",
-    around: Sequence[Sequence[_Named]] = ((), ()),
+    within: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
 ) -> list[dict[str, Any]]:
-    """Update values in place, by the method `call`; `rows` are of parameters, `given` the attributes of each, and `around` groups
-    before and behind theirs. Returns the states after the update, and among them the numbers of the group that are
-    in a given state, in `kept`, or changed."""
+    """Update values in place, by the method `call`; `rows` are of parameters, and `given` the attributes of each. Returns the
+    states after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
     blank, marks = blank_copy_of(own), _mark(given)
     values, gradients, states = zip(*rows, strict=True)
     parameters = [nn.Parameter(value) for value in values]
@@ -351,13 +357,10 @@ def _run_step(
         parameter.grad = gradient
         vars(parameter).update(given)
     moved = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
-    before, behind = (list(map(dict, some)) for some in around)
-    blank.param_groups = [*before, {"params": parameters, **plain_group(group), **moved}, *behind]
     own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
-    blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
-    if hasattr(blank, "check_overrides"):  # See `take_overrides`.
-        vars(blank)["mng"].pid2config = dict.fromkeys(map(id, parameters), given.get("optim_overrides", {}))
-    getattr(blank, call)()
+    _fill(blank, [{"params": parameters, **plain_group(group), **moved}], zip(parameters, own_states, strict=True))
+    with within:
+        getattr(blank, call)()
     vars(own).update(own_attributes(blank))
     for parameter, value in zip(parameters, values, strict=True):
         now = {name: each for name, each in vars(parameter).items() if name in given or not name.startswith("_dynamo")}
@@ -367,16 +370,23 @@ def _run_step(
             value.copy_(parameter.detach())
     if strange := [key for key in blank.state if all(key is not each for each in parameters)]:
         raise ValueError(f"it keeps a state under {strange[0]!r:.60}, which is no parameter")
-    was, now = plain_group(group), plain_group(blank.param_groups[len(before)])
+    was, now = plain_group(group), plain_group(blank.param_groups[0])
     numbers = {
         f"{_GROUP}{name}": value
         for name, value in now.items()
-        if name in moved or f"{_GROUP}{name}" in kept or name not in was or value != was[name]
+        if name in moved or f"{_GROUP}{name}" in kept or name not in was or (value is not was[name] and value != was[name])
     }
     found = [blank.state[parameter] for parameter in parameters]
     if wrong := [name for name in chain.from_iterable(found) if str(name).startswith(_GROUP)]:
         raise ValueError(f"it has a state {wrong[0]!r}, which is no name of its own")
     return [state | numbers for state in found]
+
+
+def _fill(blank: Optimizer, groups: list[dict[str, Any]], states: Iterable[tuple[Tensor, _Named]]) -> None:
+    blank.param_groups, blank.state = groups, defaultdict(dict, states)
+    if hasattr(blank, "check_overrides"):  # See `take_overrides`.
+        parameters = chain.from_iterable(group["params"] for group in groups)
+        vars(blank)["mng"].pid2config = {id(each): vars(each).get("optim_overrides", {}) for each in parameters}
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,31 +398,6 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     plain = {name: value for name, value in group.items() if name not in {"params", "param_names", *names}}
     plain |= {name: value.to("cpu", copy=True) for name, value in plain.items() if _is_scalar(value)}
     return plain | {name: False for name in ("foreach", "fused", "capturable") if name in plain}
-
-
-def holds(value: Any, ids: Collection[int]) -> bool:
-    """Return True if objects of these ids, or the ids, are reached from a value: by what containers and objects have, and by what
-    functions see of the functions and the files around them."""
-    seen, waiting = dict[int, Any](), [value]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in ids or (type(each) is int and each in ids):
-            return True
-        if id(each) not in seen:
-            seen[id(each)] = each
-            waiting += _reached_from(each)
-    return False
-
-
-def _reached_from(value: Any) -> Iterable[Any]:
-    if isinstance(value, FunctionType):
-        known, codes = value.__globals__, [value.__code__]
-        for code in codes:  # Those of functions inside of it too; the globals of torch have no user's parameters.
-            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-        names = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-        seen = () if known["__name__"].partition(".")[0] == "torch" else map(known.get, names)
-        return [value.__closure__, value.__defaults__, value.__kwdefaults__, *seen]
-    return () if isinstance(value, type | ModuleType | CodeType) else gc.get_referents(value)
 
 
 def take_overrides(*optimizers: Any) -> None:
@@ -430,7 +415,7 @@ def take_overrides(*optimizers: Any) -> None:
 def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass:
     """Find out if optimizers update element by element or whole tensors, and what they keep of the parameters of these `names` by
     id. Raises `ConfigError` for one that does neither."""
-    plans, whole = dict[tuple[int, str], StatePlan](), False
+    plans, trials, whole = dict[tuple[int, str], StatePlan](), dict[int, _Trial](), False
     parts = tuple((each, group) for each in optimizers for group in each.param_groups)
     for number, (own, group) in enumerate(parts):
         # A class may read what users have set on a parameter.
@@ -441,33 +426,70 @@ def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass
                 raise ConfigError(f"optimizer {type(own).__name__} {why}")
             trial = _Trial(own, group, those[0], _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
+            trials |= dict.fromkeys(map(id, those), trial)
             small, large = trial.plan, _Trial(own, group, those[0], shape, _LARGE_STEPS).plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
             plain = all(s is None or _is_number(s) or type(s) is Tensor for s in large.states.values())
-            by_size = not plain or kinds[0] != kinds[1]
+            by_size = not plain or kinds[0] != kinds[1] or (trial.element_wise and trial.sizes.asked)
             plan = replace(small, states=small.states | large.states, scalars=small.scalars | large.scalars, by_size=by_size)
             plans.update(((number, names[id(each)]), plan) for each in those)
             whole = whole or by_size or not trial.element_wise
+    for own in optimizers:
+        failed = f"optimizer {(name := type(own).__name__)}: a trial of its step on all parameters failed: "
+        with library_errors(before=failed), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            try:
+                same = _in_places(own, trials, 0.25)
+            except Exception:  # noqa: BLE001 - a class may want the same values in all groups
+                same = _in_places(own, trials, 0.0)
+        if not same:
+            raise ConfigError(f"optimizer {name}: its update of one parameter {_DEPENDS}")
     return OptimizerClass(parts=parts, whole=whole, plans=plans)
+
+
+def _in_places(own: Optimizer, trials: Mapping[int, "_Trial"], spread: float) -> bool:
+    """Return True if an optimizer that has a tensor of a trial in the place of each parameter updates them as it does each alone.
+    Values of its groups differ by up to a part of `spread`."""
+    rows, groups = list[tuple[nn.Parameter, _Trial, Tensor]](), list[dict[str, Any]]()
+    for number, group in enumerate(own.param_groups):
+        tried, factor = [trials[id(each)] for each in group["params"]], 1 - spread * number / len(own.param_groups)
+        values = plain_group(tried[0].group if tried else group)
+        values |= {name: value * factor for name, value in values.items() if type(value) is float}
+        alone = {each: each.run(itemgetter(slice(0, 1)), values, _LARGE_STEPS)[0][0] for each in tried}
+        here = [(nn.Parameter(each.values[0].clone()), each, alone[each]) for each in tried]
+        groups.append({**values, "params": [parameter for parameter, *_ in here]})
+        rows += here
+    for parameter, trial, _ in rows:
+        vars(parameter).update(trial.given)
+    _fill(blank := blank_copy_of(own), groups, [(each, dict(trial.initial)) for each, trial, _ in rows if trial.initial])
+    for step in range(_LARGE_STEPS):
+        for parameter, trial, _ in rows:
+            parameter.grad = trial.gradients[step][0].clone()
+        blank.step()
+    return all(torch.allclose(each.detach(), alone, rtol=1e-9, atol=1e-12) for each, _, alone in rows)
+
+
+class _SizeMode(TorchFunctionMode):
+    """Notes in `asked` if code asks for the size of a tensor of a trial, or of a state in its place."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked |= func in _SIZES and (not args or args[0].numel() > 1)
+        return func(*args, **(kwargs or {}))
 
 
 class _Trial:
     """Runs a class's updates on two tensors, the first of `shape`: `plan` has its states, `element_wise` if pieces suffice."""
 
     def __init__(self, own: Optimizer, group: Hyperparameters, like: Tensor, shape: Sequence[int], steps: int) -> None:
-        self._blank, self._given = blank_copy_of(own), vars(like)
+        self._blank, self.given = blank_copy_of(own), vars(like)
         """It runs all updates, so that what one of them leaves in it would change the others."""
-        self._name, at = type(own).__name__, next(n for n, each in enumerate(own.param_groups) if each is group)
-        self._group = plain_group(group)
-        for name, each in self._group.items():  # Lists with an entry for each parameter begin with two that differ.
-            if isinstance(each, list | tuple) and len(each) == len(group["params"]):
-                start = next((n for n, two in enumerate(pairwise(map(repr, each))) if two[0] != two[1]), 0)
-                self._group[name] = type(each)([*each[start:], *each[:start]])
-        self._initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
-        if isinstance(rate := self._group.get("lr"), float | int | Tensor):
-            self._group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))
+        self._name, self.group, self.sizes = type(own).__name__, plain_group(group), _SizeMode()
+        self.initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
+        if isinstance(rate := self.group.get("lr"), float | int | Tensor):
+            self.group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))
         random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _TRIAL_SIZES[1:2])
-        self._values, *self._gradients = [
+        self.values, *self.gradients = [
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
             for step in range(1, steps + 2)
         ]
@@ -475,41 +497,33 @@ class _Trial:
         failed = f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: "
         # A class may compile its step for each shape, which takes longer than the trial.
         with library_errors(before=failed), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            values, states = self._run(list)
-            alone = [self._run(itemgetter(one)) for one in each]
-            placed = list[Any]()
-            for count in range(2):  # Groups beside its own are empty, or have a parameter without a gradient.
-                others = [{**plain_group(each), "params": [nn.Parameter(torch.ones(2))] * count} for each in own.param_groups]
-                with suppress(Exception):  # A class may want another one.
-                    placed.append((self._run(list, (others[:at], others[at + 1 :])), slice(None)))
+            values, states = self.run(list)
+            alone = [self.run(itemgetter(one)) for one in each]
         self.plan = _state_plan(self._name, states[0])
-        runs = *zip(alone, each, strict=True), *placed
-        if not all(self._equal(run, (values[one], states[one])) for run, one in runs):
-            why = f"optimizer {self._name}: its update of one parameter depends on others, on groups beside its own, or on chance"
-            cure = "use one that updates each tensor by itself, or give shard() a list of optimizers with a group each"
-            raise ConfigError(f"{why}, and ranks update parameters on their own; {cure}")
+        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
+            raise ConfigError(f"optimizer {self._name}: its update of one parameter {_DEPENDS}")
         self._updated_alone = alone[0]
 
     @property
     def element_wise(self) -> bool:
-        if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
+        if any(each.shape != self.values[0].shape for each in self.plan.tensors.values()):
             return False
         try:
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                cut = self._run(lambda tensors: tensors[0].view(-1).tensor_split([tensors[0].numel() // 3]))
+                cut = self.run(lambda tensors: tensors[0].view(-1).tensor_split([tensors[0].numel() // 3]))
                 return self._equal(cut, self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
-    def _run(
-        self, parts: Callable[[list[Tensor]], Iterable[Tensor]], around: Sequence[Sequence[_Named]] = ((), ())
+    def run(
+        self, parts: Callable[[list[Tensor]], Iterable[Tensor]], group: _Named | None = None, steps: int | None = None
     ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Return values and states after all steps of an optimizer of these parts of the tensors, with groups `around` them."""
-        values = [each.clone() for each in parts(self._values)]
-        states = [dict(self._initial) for _ in values]
-        for step, gradients in enumerate(self._gradients):
+        """Return values and states after all steps of an optimizer of these parts of the tensors."""
+        values = [each.clone() for each in parts(self.values)]
+        states = [dict(self.initial) for _ in values]
+        for step, gradients in enumerate(self.gradients[:steps]):
             inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
-            states = _run_step(self._blank, self._group, inputs, self._given, around=around)
+            states = _run_step(self._blank, group or self.group, inputs, self.given, within=self.sizes)
             names = [{name for name in _parts_of(state) if not name.startswith(_GROUP)} for state in states]
             marks = {name: _mark(each) for name, each in own_attributes(self._blank).items()}
             if not step:  # A class may prepare itself in its first update.

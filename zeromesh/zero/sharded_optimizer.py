@@ -1,21 +1,28 @@
 """Optimizers for users' training loops: `ShardedOptimizer` replaces a torch optimizer, and `ChainedOptimizer` joins several."""
 
-from collections.abc import Callable, Iterable
+import dis
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from inspect import getattr_static
 from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
+from weakref import ProxyTypes, ReferenceType
 
 import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import blank_copy_of, classify, holds, own_attributes, take_overrides
+from zeromesh.optim.class_optimizer import blank_copy_of, classify, own_attributes, take_overrides
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _SPLIT = "optimizer states are divided among ranks"
+_NAMES, _READS = ("LOAD_GLOBAL", "IMPORT_NAME"), ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
 
 
 class ShardedOptimizer(Optimizer):
@@ -149,6 +156,39 @@ def _refuse_step(*_: Any, **__: Any) -> None:
     raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
 
 
+def _holds(value: Any, ids: Collection[int]) -> bool:
+    """Return True if objects of these ids, or the ids, are reached from a value: by what containers and objects have, by weak
+    references, and by what functions see of the functions and files around them, and read of classes and modules."""
+    seen, waiting = dict[int, Any](), [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in ids or (type(each) is int and each in ids):
+            return True
+        if id(each) not in seen:
+            seen[id(each)] = each
+            waiting += _reached_from(each)
+    return False
+
+
+def _reached_from(value: Any) -> Iterable[Any]:
+    if isinstance(value, ReferenceType):
+        return [value()]
+    if type(value) in ProxyTypes:
+        return [value.__dict__]
+    if isinstance(value, FunctionType):
+        codes, seen, owners, known = [value.__code__], list[Any](), list[Any](), value.__globals__
+        for code in codes:  # Those of functions inside of it too; the globals of torch have no user's parameters.
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        used = {(each.opname, each.argval) for code in codes for each in dis.get_instructions(code)}
+        found = [known.get(name, sys.modules.get(name)) for kind, name in used if kind in _NAMES and not _is_torchs(value)]
+        while found:  # Of classes and modules, and those inside of them, what has the name of an attribute that is read.
+            new = [each for each in found if isinstance(each, type | ModuleType) and not _is_torchs(each) and each not in owners]
+            seen, owners = seen + found, owners + new
+            found = [getattr_static(each, name, None) for each in new for kind, name in used if kind in _READS]
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, *seen]
+    return () if isinstance(value, type | ModuleType | CodeType) else gc.get_referents(value)
+
+
 def _step_of(owner: Any) -> Any:
     """Return the function `step` of an optimizer or a class, without what torch wraps around it, as its schedulers do."""
     found = getattr(owner.step, "__func__", owner.step)
@@ -157,8 +197,9 @@ def _step_of(owner: Any) -> Any:
     return found
 
 
-def _is_torchs(function: Any) -> bool:
-    return str(getattr(function, "__globals__", {}).get("__name__")).startswith("torch.")
+def _is_torchs(value: Any) -> bool:
+    known = value.__globals__ if isinstance(value, FunctionType) else getattr(value, "__dict__", {})
+    return str(known.get("__module__", known.get("__name__"))).partition(".")[0] == "torch"
 
 
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False) -> OptimizerSettings:
@@ -207,7 +248,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]],
         take_overrides(*parts)
         classes = {each for part in parts for each in type(part).__mro__} - {Optimizer, object}
         known_to = (*map(own_attributes, parts), *values, *map(vars, classes))
-        if where := [name for each in known_to for name, value in each.items() if holds(value, by_id)]:
+        if where := [name for each in known_to for name, value in each.items() if _holds(value, by_id)]:
             why = f"optimizer {kind} has parameters, or their id(), in {where[0]}, and its update gets pieces in their place"
             raise ConfigError(f"{why}; set what belongs to a parameter as its attribute, or as a value of its group")
         known = {by_id[id(each)]: each for group in groups for each in group["params"]}

@@ -230,7 +230,7 @@ def test_those_of_torchao(workers: Workers, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ChanceAdam", "depends on others, on groups beside its own, or on chance"),
+        ("ChanceAdam", "depends on others, on groups beside its own, on its place, or on chance"),
         ("ReadingAdam", "keeps states that depend on sizes, and which it keeps of rows.1.weight is not known"),
         ("RoundingAdam", "has bf16_stochastic_round=True"),
     ],

@@ -1,16 +1,20 @@
 """The optimizer of a user's own loop on a single rank: what its calls give, in which order they are allowed, and its settings."""
 
+import sys
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial, wraps
-from types import MethodType, SimpleNamespace
-from typing import Any
+from itertools import count
+from types import MethodType, ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from zeromesh.environment import read_environment
@@ -309,6 +313,9 @@ class Counting(Rated):
         (lambda model: {"rates": ({id(each) for each in model.parameters()},)}, "kept"),
         (lambda model: model, "kept"),
         (lambda model: SGD(model.parameters(), lr=1.0), "kept"),
+        (weakref.ref, "kept"),
+        (weakref.proxy, "kept"),
+        (lambda model: WeakTensorKeyDictionary(dict.fromkeys(model.parameters(), 1.0)), "kept"),
         (lambda model: {1: "one", 2: torch.ones(3), 3: [None, nn.Linear(2, 2)]}, None),
     ],
 )
@@ -371,11 +378,43 @@ def by_global(table: Any) -> type[Rated]:
     return Looking
 
 
+class Registry:
+    table: ClassVar[dict[Any, float]] = TABLE
+
+
+def by_another_class(table: Any) -> type[Rated]:
+    class Looking(Rated):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Registry.table.get(self.param_groups[0]["params"][0])
+            super().step()
+
+    TABLE.update(table)
+    return Looking
+
+
+def by_module(table: Any) -> type[Rated]:
+    class Looking(Rated):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            import settings_of_loop as settings
+
+            settings.inner.table.get(self.param_groups[0]["params"][0])
+            super().step()
+
+    sys.modules["settings_of_loop"] = module = ModuleType("settings_of_loop")
+    vars(module)["inner"] = inner = ModuleType("settings_of_loop.inner")
+    vars(inner).update(table=TABLE, inner=module)
+    TABLE.update(table)
+    return Looking
+
+
 def by_class(table: Any) -> type[Rated]:
     return type("Looking", (type("Base", (Rated,), {"table": {id(each): 0.5 for each in table}}),), {})
 
 
-@pytest.mark.parametrize(("make", "where"), [(by_closure, "step"), (by_object, "step"), (by_global, "step"), (by_class, "table")])
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [(by_class, "table"), *((make, "step") for make in (by_closure, by_object, by_global, by_another_class, by_module))],
+)
 def test_a_class_that_knows_parameters_is_refused(make: Callable[[Any], Any], where: str) -> None:
     model = net()
     try:
@@ -385,6 +424,7 @@ def test_a_class_that_knows_parameters_is_refused(make: Callable[[Any], Any], wh
     finally:
         TABLE.clear()
     assert settings_of(other(model.parameters()), model.named_parameters()).own_class is not None
+    sys.modules.pop("settings_of_loop", None)
 
 
 class ByNumber(Rated):
@@ -427,25 +467,63 @@ class OfFilledGroups(ByNumber):
 
 
 class ByPlace(Rated):
-    """A class whose groups have a list of rates, one for each parameter."""
+    """A class that has a rate for each parameter, by its place among all of them or in its group."""
+
+    rate_of: Any = None
+    first = False  # if values are those of the first group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        numbers = count()
         for group in self.param_groups:
-            for rate, each in zip(group["rates"], group["params"], strict=False):
-                each.sub_(each.grad * rate)
+            for place, each in enumerate(group["params"]):
+                each.sub_(each.grad * self.rate_of(self, self.param_groups[0] if self.first else group, place, next(numbers), each))
 
 
-def test_lists_with_an_entry_for_each_parameter_are_refused() -> None:
+@pytest.mark.parametrize("rates", [(1.0,) * 4, (0.5, 1, 1, 1), (1, 1, 0.5, 1), (1, 1, 1, 0.5)])
+@pytest.mark.parametrize("kept", [tuple, list, torch.tensor])
+def test_rates_by_the_place_of_parameters_are_refused(rates: tuple[float, ...], kept: Callable[[Any], Any]) -> None:
     model = net()
-    for count in range(4):
-        optimizer = ByPlace(model.parameters())
-        optimizer.param_groups[0]["rates"] = [0.5] * count + [1.0] * (4 - count)
-        if count % 4:
+    in_group, own, second = ByPlace(model.parameters()), ByPlace(model.parameters()), two_groups(ByPlace, {}, model)
+    in_group.param_groups[0]["rates"] = own.rates = second.rates = kept(rates)
+    in_group.rate_of = lambda _, group, place, *__: group["rates"][place]
+    own.rate_of = second.rate_of = lambda own, _g, _p, number, _: own.rates[number]
+    for each in (in_group, own, second):
+        if len({*rates}) > 1:
             with pytest.raises(ConfigError, match="optimizer ByPlace: its update of one parameter depends on others"):
-                settings_of(optimizer, model.named_parameters())
+                settings_of(each, model.named_parameters())
         else:
-            assert settings_of(optimizer, model.named_parameters()).own_class is not None
+            assert settings_of(each, model.named_parameters()).own_class is not None
+
+
+def test_a_value_of_another_group_is_not_taken() -> None:
+    model = net()
+    optimizer: Any = two_groups(ByPlace, {}, model)
+    optimizer.rate_of = lambda _, group, *__: group["lr"]
+    assert settings_of(optimizer, model.named_parameters()).own_class is not None
+    optimizer.first = True
+    with pytest.raises(ConfigError, match="depends on others, on groups beside its own"):
+        settings_of(optimizer, model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("rate_of", "whole"),
+    [
+        (lambda _, group, _p, _n, each: group["lr"] if each.shape[0] == 8 else 0.5, True),
+        (lambda _, group, _p, _n, each: 1.0 + group["decay"] * (each.ndim > 1), True),
+        (lambda _, group, _p, _n, each: 0.5 if each.grad.numel() > 10_000 else 1.0, True),
+        (lambda _, group, _p, _n, each: torch.ones(each.size()), True),
+        (lambda _, group, _p, _n, each: torch.ones_like(each) + each.abs().mul(group["lr"]), False),
+    ],
+)
+def test_what_asks_for_sizes_is_updated_whole(rate_of: Any, whole: bool) -> None:
+    model = net()
+    optimizer = ByPlace(model.parameters())
+    optimizer.rate_of, optimizer.param_groups[0]["decay"] = rate_of, 0.0
+    found = settings_of(optimizer, model.named_parameters()).own_class
+    assert found is not None
+    assert found.whole == whole
+    assert {plan.by_size for plan in found.plans.values()} == {whole}
 
 
 class ByName(Rated):
