@@ -152,8 +152,7 @@ class PackedAttention:
         return bool(real.all()) or real
 
     def _ids(self) -> Any:
-        found = map(self._unpadded.get, ("input_ids", "inputs_embeds"))
-        return next((each for each in found if each is not None), None)
+        return next((self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None), None)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
