@@ -372,8 +372,11 @@ class AutogradEngine(ZeroEngine):
         present = dict(self.model.named_parameters())
         for one, other in ((present, self._sharded), (self._sharded, present)):
             others = set(map(id, other.values()))
-            if (changed := next((name for name, each in one.items() if id(each) not in others), None)) is not None:
-                why = f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved"
+            changed = [name for name, each in one.items() if id(each) not in others or other.get(name, each) is not each]
+            if changed:
+                why = (
+                    f"{changed[0]} was added, removed, replaced or moved after shard(), which trains and saves the model as it was"
+                )
                 cure = "put back what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 raise PhaseError(f"{why}; {cure}")
         self._modules = list(self.model.modules())

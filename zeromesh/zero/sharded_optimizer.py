@@ -19,6 +19,7 @@ from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.optim.class_optimizer import blank_copy_of, classify, own_attributes, take_overrides
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
+from zeromesh.tensor.autograd_collectives import uncompiled
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _SPLIT = "optimizer states are divided among ranks"
@@ -52,12 +53,14 @@ class ShardedOptimizer(Optimizer):
         self._loss_is_scaled = True
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to the norm `max_norm`; returns that before, a float64 scalar, exact over all ranks.
         Raises `PhaseError` without gradients."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
+    @uncompiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call `closure` if given, update, and return its result. Raises `PhaseError` without new gradients, or for new groups."""
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -73,6 +76,7 @@ class ShardedOptimizer(Optimizer):
             each._opt_called = True  # Read by schedulers of the wrapped optimizer.
         return loss
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, so that the next backward begins anew. As in torch, the next step skips parameters without a
         gradient, unless `set_to_none` is False: then their gradients are zeros."""

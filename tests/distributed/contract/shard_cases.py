@@ -475,8 +475,12 @@ def refused(mesh: Mesh, stage: int) -> None:
     offload = {"optimizer": "file"}
     _says("'directory': ", lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
     block, model.backbone.blocks[1] = model.backbone.blocks[1], Block().double()
-    _says("backbone.blocks.1.norm.weight was added, removed or replaced after shard()", lambda: dict(zeromesh.state_dict(model)))
-    model.backbone.blocks[1] = block
+    said = "was added, removed, replaced or moved after shard()"
+    _says(f"backbone.blocks.1.norm.weight {said}", lambda: dict(zeromesh.state_dict(model)))
+    model.backbone.blocks[1] = model.backbone.blocks[0]
+    model.backbone.blocks[0] = block
+    _says(f"backbone.blocks.0.norm.weight {said}", lambda: dict(zeromesh.state_dict(model)))
+    model.backbone.blocks[0], model.backbone.blocks[1] = model.backbone.blocks[1], block
     _says("add groups to the torch optimizer before shard()", lambda: optimizer.add_param_group({"params": []}))
     if stage == 3 and mesh.world_size > 1:
         _says("zeromesh.state_dict(model)", lambda: torch.save(model.state_dict(), io.BytesIO()))

@@ -173,6 +173,24 @@ def test_after_clipping_no_backward_is_added_until_gradients_are_forgotten() -> 
             call()
 
 
+def test_a_compiled_function_may_clip_and_step() -> None:
+    loop, plain = Loop(), net()
+    optimizer = SGD(plain.parameters(), lr=1.0)
+
+    @torch.compile(backend="eager")
+    def finish(optimizer: Any, clip: Callable[[float], object]) -> None:
+        clip(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    loop.loss().backward()
+    plain(torch.ones(2, 8)).sum().backward()
+    finish(loop.optimizer, loop.optimizer.clip_grad_norm_)
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    assert torch.allclose(loop.weights(), torch.cat([each.reshape(-1) for each in plain.parameters()]))
+
+
 def test_all_ranks_update_outside_of_no_sync() -> None:
     loop = Loop()
     with ExitStack() as outer:
