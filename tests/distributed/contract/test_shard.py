@@ -101,7 +101,7 @@ def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch)
         engine.require_same_parameters()
     model[1].weight = nn.Parameter(torch.ones(2, 2))
     for _ in range(2):
-        with pytest.raises(PhaseError, match=r"1\.weight was added, removed or replaced"):
+        with pytest.raises(PhaseError, match=r"1\.weight was added, removed, replaced or moved"):
             engine.require_same_parameters()
     model[1].weight = weight
     engine.require_same_parameters()
