@@ -175,10 +175,11 @@ def loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], 
 
     def make(model: nn.Module) -> Loss:
         loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
-        if compute.itemsize > 2 or pretrained_of(model) is not None:
-            return loss
-        cast_inputs(model)
-        return replace(loss, narrow=compute)
+        own, buffers = pretrained_of(model) is None, model.named_buffers()
+        # Float buffers of a library's model, such as sinusoidal positions, meet layers too; those of rotary ones are cast by it.
+        if compute.itemsize < 4 and (own or any(each.is_floating_point() and "inv_freq" not in name for name, each in buffers)):
+            cast_inputs(model)
+        return replace(loss, narrow=compute if compute.itemsize < 4 and own else None)
 
     return make
 
