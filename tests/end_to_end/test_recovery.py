@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -210,6 +211,9 @@ with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], 
     end["logged"] = [line["step"] for line in trainer.state.log_history]
     end["is the model"] = bool(asked.get("given")) and trainer.model is model and model[0].weight is first
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
+    while asked.get("evaluates"):
+        trainer.evaluate()
+        faults.strike("evaluations")
 (folder / f"end-{rank}").write_text(json.dumps(end))
 """.replace("STEPS", str(STEPS))
 
@@ -619,12 +623,38 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
     assert len({*found.pids(0)}) == 2
 
 
+def stopped_run(folder: Path, *faults: Any, everyone: bool = False, **asked: Any) -> Run:
+    """A run to which SIGTERM comes at its second fault, and to its launcher more than a second before those that wait go on."""
+
+    def stop() -> None:
+        (started,) = [each for each in psutil.Process().children() if str(folder) in each.cmdline()]
+        for each in [started, *(started.children(recursive=True) if everyone else ())]:
+            each.terminate()
+        time.sleep(1.1 * (faults[-1][0] == "recovery"))
+        (folder / "go on").touch()
+
+    waits = threading.Thread(target=lambda: (wait_for((folder / "struck-1").exists), stop()))
+    waits.start()
+    stopped = run(folder, *faults, **asked)
+    waits.join()
+    assert stopped.process.returncode == 143, stopped.process.stderr
+    return stopped
+
+
+def test_a_stop_ends_what_follows_training_though_a_rank_was_lost_there(tmp_path: Path) -> None:
+    """All ranks have started again, and none trains, so that no stop waits until all do."""
+    lost = [("evaluations", 1, "SIGKILL"), ("evaluations", 1, "wait")]
+    found = stopped_run(tmp_path, *lost, evaluates=True)
+    assert "nothing was trained" in found.process.stdout
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "everyone", "section"),
     [
         (("start", 1, "wait"), False, {}),
         (("start", 1, "wait"), True, {}),
+        (("recovery", 1, "wait"), True, {}),
         ((4, 0, "SIGSTOP"), False, {}),
         pytest.param((4, 1, "SIGSTOP"), True, {}, marks=FULL),
         pytest.param(*(("start", 1, "wait"), False, {"survivors": "restart", "memory": "snapshots", "every_steps": 1}), marks=FULL),
@@ -633,22 +663,11 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
 def test_a_stop_waits_until_ranks_that_recover_can_save(
     undisturbed_run: Run, tmp_path: Path, fault: Any, everyone: bool, section: dict[str, Any]
 ) -> None:
-    """It comes while a new process begins, and others may rest, or a rank is lost before it has saved: they go on from memory, take
-    a step, save and end; also where all processes get the signal."""
+    """It comes while a new process begins, and others may rest, or in its `fit`, before all train, or a rank is lost before it has
+    saved: they go on from memory, take a step, save and end; also where all processes get the signal."""
     how = {"recovery": section, "checkpoint": {"every_steps": 100}}
     faults = [(2, 1, "SIGKILL"), fault]
-
-    def stop() -> None:
-        (started,) = [each for each in psutil.Process().children() if str(tmp_path) in each.cmdline()]
-        for each in [started, *(started.children(recursive=True) if everyone else ())]:
-            each.terminate()
-        (tmp_path / "go on").touch()
-
-    waits = threading.Thread(target=lambda: (wait_for((tmp_path / "struck-1").exists), stop()))
-    waits.start()
-    stopped = run(tmp_path, *faults, settings=how)
-    waits.join()
-    assert stopped.process.returncode == 143, stopped.process.stderr
+    stopped = stopped_run(tmp_path, *faults, everyone=everyone, settings=how)
     assert "went on after step" in stopped.process.stdout, stopped.process.stdout
     found = run(tmp_path, *faults, settings=how)
     assert "resumed from step" in found.process.stdout

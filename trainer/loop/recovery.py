@@ -146,6 +146,7 @@ class Recovery:
     def end(self) -> None:
         """Give the memory back after the last step, if the model is whole; when others are lost now, this process has to end."""
         self._tell(0.0)
+        self.line.tell(trains=False)
         self.present = None
         if self.snapshots is not None:
             self.snapshots.clear()

@@ -117,7 +117,8 @@ class TrainingLoop:
                 progress.report = self._end()
         if self._signal == REGROUP:
             raise CollectiveError("another host has come")
-        if progress.report is None:
+        self._signal = self._signal or self._request.signal  # Which has come after the last step.
+        if self._signal or progress.report is None:
             run.console.note(f"stopped after step {progress.step}")
             # The process ends as it does by the signal's default action, but through `finally` blocks.
             raise KeyboardInterrupt if self._signal == signal.SIGINT else SystemExit(128 + self._signal)

@@ -134,6 +134,7 @@ class Leader:
         self._refused: set[str] = set()
         self._has_new_hosts = self._replaces = False
         """`_replaces`: the next start has the hosts of the latest one, since it goes on from the memory of their ranks."""
+        self.waits = False  # True while fewer hosts are there than a start needs
         self._stop_told: Stop | None = None
         self._failures = self._starts = self._world_size = 0
         # The monotonic times of those of the last hour, and the steps before.
@@ -166,6 +167,9 @@ class Leader:
             else:
                 enough = present >= nodes.least and nodes.fits(sum(self._places())) and not self.lacks()
                 enough_since = min(enough_since, now) if enough else float("inf")
+                before, self.waits = self.waits, not (enough or (self._silent and now < self._come_until))
+                if self.waits and not before:
+                    self.send({"waits": True})
                 wait = nodes.last_call_seconds * (not self._starts and present < nodes.most)
                 if self._come_until and self._silent:
                     # A leader that lives has noticed after one such time; whom only it reaches, as much later at most.

@@ -60,7 +60,7 @@ class _RankProcess:
     memories: tuple[int, ...]
     """The descriptors of memory for the rank's states and for copies of them, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
-    """The words of the rank: its `error`; `recovers`, the limit and its patience; that it `trains`; its `step`; why it `rests`."""
+    """What it has said: its `error`; `recovers`, the limit and its patience; if it `trains` still; `step`; why it `rests`."""
     ended: float = 0.0
     killed: bool = False
 
@@ -135,7 +135,7 @@ class RankProcesses:
         self._cause_until: float | None = None
         self._stop_until: float | None = None
         self.recover: bool | None = None
-        """True while ranks that have trained do not all train: they cannot save what is in memory. None: they have not trained."""
+        """True while ranks of a `fit` that has trained do not all train: they cannot save what is in memory. None: no such fit."""
 
     def start(self, assigned: RankRange, nursery: Nursery) -> None:
         """Begin a start: place the processes that rest, and have the nursery fork the others. No process may be running."""
@@ -166,8 +166,10 @@ class RankProcesses:
         now = time.monotonic()
         for each in self._ranks:
             each.look()
-        train = all("trains" in each.told and not (each.rests or each.process.returncode) for each in self._ranks)
-        self.recover = None if self.recover is None and not train else not train
+        told = [each.told.get("trains") for each in self._ranks]
+        # Who ends by a signal that asks to stop has saved.
+        lost = any(each.rests or (each.process.returncode or 0) not in (0, *STOPPED) for each in self._ranks)
+        self.recover = None if False in told or (self.recover is None and (lost or not all(told))) else lost or not all(told)
         running = [each for each in self._ranks if not (each.ended or each.rests)]
         if not running:
             return True

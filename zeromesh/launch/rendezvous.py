@@ -56,6 +56,7 @@ class Follower:
         self._alone_since = 0.0  # the monotonic time since which there is none
         self._at = ""  # the name of the heir at the other end; empty: the leader of the latest start
         self._ended: set[str] = set()
+        self._waits = False
 
     def first_start(self) -> RankRange | Result:
         self._alone_since = time.monotonic()
@@ -76,6 +77,11 @@ class Follower:
             self._listener = self._listener or listen(own, 0)
         secret, silence = setting(SECRET) or "", nodes.silence_seconds
         return LauncherConnection(reached, reached, secret, serves=False, silence_seconds=silence)
+
+    @property
+    def waits(self) -> bool:
+        """True while fewer hosts are there than a start needs."""
+        return self._waits if self._leader is None else self._leader.waits
 
     def poll(self) -> Stop | None:
         self._receive()
@@ -123,7 +129,7 @@ class Follower:
                 return self._leader.next_start(failure)
             if self._assigned is not None:
                 self._latest = assigned = self._assigned
-                self._assigned = self._lost = None
+                self._assigned, self._lost, self._waits = None, None, False
                 self._at, self._runs = "", True
                 self._ended.clear()
                 return assigned
@@ -185,6 +191,8 @@ class Follower:
                 self._connection.send({"began": self._assigned.restart})
         elif "heirs" in message:
             self._will = message
+        elif "waits" in message:
+            self._waits = True
         elif "stop" in message:
             seconds, reason = field(message, "stop", messages.MISSING), field(message, "reason", "")
             self._stop = Stop(seconds, reason, field(message, "after_step", False))
@@ -246,12 +254,13 @@ def run_starts(
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
     nursery, ranks = None, RankProcesses(arguments)
-    requests.holds = lambda: bool(ranks.recover)
+    # What is in memory can be saved once the ranks train again, unless they wait for hosts that may never come.
+    requests.holds, requests.show = lambda: bool(ranks.recover) and not others.waits, others.notify
     try:
         if others.processes:
             nursery = Nursery(modules, worker_environment(others.processes, alone=False), others.notify)
             # Ranks that rest for a host that joins their run do not wait for its imports.
-            while isinstance(others, Follower) and not (nursery.ready or requests.pending):
+            while isinstance(others, Follower) and not (nursery.ready or requests.first):
                 nursery.receive(TICK_SECONDS)
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
@@ -259,7 +268,9 @@ def run_starts(
                 shared = worker_environment(found.processes, alone=False)
                 nursery = Nursery(modules if found.processes else (), shared, others.notify)
             failure = _run(ranks, found, others, requests, nursery)
-            if failure is not None and failure.limit and (failure.distance or failure.exit_code not in STOPPED):
+            if failure is not None and failure.distance == 2 and failure.exit_code not in STOPPED and requests.passed_on == 1:
+                others.notify(f"{failure}, {REST_SECONDS} s after the signal")
+            elif failure is not None and failure.limit and (failure.distance or failure.exit_code not in STOPPED):
                 requests.take_back()  # Nothing was saved: those that go on do it, as where it comes while they recover.
             found = others.next_start(failure)
     finally:
@@ -275,9 +286,8 @@ def _run(
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended or rest, and return the failure that caused the others."""
     while not nursery.ready:
-        if requests.pending:
-            name = signal.Signals(requests.pending[0]).name
-            return WorkersFailed(message=f"stopped by {name} while importing", exit_code=128 + requests.pending[0])
+        if number := requests.first:
+            return WorkersFailed(message=f"stopped by {signal.Signals(number).name} while importing", exit_code=128 + number)
         if others.poll() is not None:  # These ranks have not ended well: they have not begun.
             return WorkersFailed(message="others stopped it while it imported", exit_code=1, distance=1)
         nursery.receive(TICK_SECONDS)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from zeromesh.environment import LINE, handed_over
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
 _SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -19,7 +21,8 @@ _REPEAT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
+    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request. A launcher
+    that has started this process counts signals alone, and kills it at a second one: it may pass on late what came here too."""
 
     show: Callable[[str], None]
     signal: int = 0
@@ -31,7 +34,7 @@ class StopRequest:
         if not self.signal:
             self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
             self.show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
-        elif now - self.at > _REPEAT_SECONDS:
+        elif now - self.at > _REPEAT_SECONDS and handed_over(LINE) is None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -49,30 +52,42 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
 class StopSignals:
     """Signals received and not yet passed on to child processes, and the number of those passed on. Signals `only_forwarded`
     do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them.
-    The first one alone waits while it `holds`: it is not `first` before it is passed on, or another one comes."""
+    The first one alone waits while it `holds`, which is shown."""
 
     only_forwarded: Sequence[int] = ()
     passes: int = 1
     holds: Callable[[], bool] = bool
-    first: int = 0
+    show: Callable[[str], object] = str
     passed_on: int = 0
     pending: list[int] = field(default_factory=list)
+    _first: int = 0
+    _shown: bool = False
+    _was_back: bool = False
 
     def receive(self, number: int, frame: object) -> None:
-        if number not in self.only_forwarded and (self.pending or not self.holds()):
-            self.first = self.first or number
         self.pending.append(number)
 
+    @property
+    def first(self) -> int:
+        """The signal by which this process is to stop; 0: none, or one that is held. Once there is one, it stays."""
+        asked = [each for each in self.pending if each not in self.only_forwarded]
+        if asked and not self._first:
+            if len(asked) > 1 or not self.holds():
+                self._first = asked[0]
+            elif not self._shown:
+                self._shown = True
+                self.show(f"{signal.Signals(asked[0]).name}: stopping once all ranks train again; a second one stops at once")
+        return self._first
+
     def take_back(self) -> None:
-        """Let the only signal that was passed on wait again: the child processes have ended otherwise, and new ones go on."""
-        if self.passed_on == 1 and not self.pending:
-            self.pending, self.first, self.passed_on = [self.first], 0, 0
+        """Let the only signal that was passed on wait again, once: the child processes have ended otherwise, and new ones go on."""
+        if self.passed_on == 1 and not (self.pending or self._was_back):
+            self.pending, self._first, self.passed_on, self._shown, self._was_back = [self._first], 0, 0, False, True
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
         """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
         while self.pending and (self.first or not self.holds()):
             number = self.pending.pop(0)
-            self.first = self.first or number * (number not in self.only_forwarded)
             if number in self.only_forwarded or self.passed_on < self.passes:
                 send(number)
             else:

@@ -235,6 +235,12 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
         forks.tell(number, trains=True)
     assert not ranks.over()
     assert ranks.recover is False
+    forks.tell(0, trains=False)
+    assert not ranks.over()
+    assert ranks.recover is None, "what one has ended, all have in a checkpoint or in their hands"
+    forks.tell(0, trains=True)
+    assert not ranks.over()
+    assert ranks.recover is False, "in another `fit`"
     assert len(forks.forks) == 4
     assert [each.process for each in ranks._ranks] == [forks.forks[0], forks.forks[3], forks.forks[2]]
     assert [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories] == states

@@ -205,31 +205,38 @@ def test_a_start_that_replaces_a_rank_has_the_same_hosts(code: int, limit: int, 
 
 
 @pytest.mark.parametrize(
-    ("end", "result"),
+    ("end", "again"),
     [
-        ({"message": "rests", "exit_code": 1, "distance": 1, "limit": 20}, 143),
-        ({"message": "gone", "exit_code": 137, "limit": 20}, 143),
-        ({"message": "stopped", "exit_code": 143}, 143),
-        ({"message": "gone", "exit_code": 137}, 143),
+        ({"message": "rests", "exit_code": 1, "distance": 1, "limit": 20}, True),
+        ({"message": "rests while hosts are waited for", "exit_code": 1, "distance": 1, "limit": 20}, False),
+        ({"message": "gone", "exit_code": 137, "limit": 20}, True),
+        ({"message": "was killed by SIGKILL", "exit_code": 137, "distance": 2, "limit": 20}, False),
+        ({"message": "stopped", "exit_code": 143}, False),
+        ({"message": "gone", "exit_code": 137}, False),
     ],
 )
 def test_a_stop_after_which_a_rank_is_lost_is_passed_on_again(
-    monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], result: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: dict[str, Any], again: bool
 ) -> None:
-    """To those that go on, which save what nobody has saved yet."""
+    """To those that go on, which save what nobody has saved yet; once, and not where it is the launcher that has killed them."""
     passed: list[int] = []
 
     def run(ranks: Any, start: Any, others: Any, requests: StopSignals, nursery: Any) -> WorkersFailed:
         if not passed:
             requests.receive(signal.SIGTERM, None)
+        ranks.recover = False
         requests.pass_on(passed.append, lambda: passed.append(9))
-        return WorkersFailed(**end) if len(passed) == 1 else failed("stopped", code=143)
+        ranks.recover = True
+        return WorkersFailed(**end)
 
     monkeypatch.setattr(rendezvous, "Nursery", lambda *_: SimpleNamespace(lost=False, ready=True, close=lambda: None))
     monkeypatch.setattr(rendezvous, "_run", run)
-    starts = [RankRange(**{**START, "restart": number}) for number in range(2)]  # type: ignore[arg-type]
-    assert run_starts([], Others(*starts, 0), StopSignals()) == result  # type: ignore[arg-type]
-    assert passed == [signal.SIGTERM] * (2 if end.get("limit") else 1)
+    starts = [RankRange(**{**START, "restart": number}) for number in range(4)]  # type: ignore[arg-type]
+    others: Any = Others(*starts)
+    others.waits = "waited for" in end["message"]
+    assert run_starts([], others, StopSignals()) == 143
+    assert passed == [signal.SIGTERM] * (1 + again)
+    assert ("was killed by SIGKILL, 300 s after the signal" in capsys.readouterr().out) is (end.get("distance") == 2)
 
 
 def test_what_a_host_says_of_its_end() -> None:
@@ -498,11 +505,16 @@ def test_a_run_does_not_go_on_with_fewer_hosts_than_it_needs(monkeypatch: pytest
     lost = leader._members.pop()
     for each in leader._members:
         each.running = False
-    monkeypatch.setattr(leader, "_wait", lambda: leader._members.append(lost))
+    waited: list[bool] = []
+    monkeypatch.setattr(leader, "_wait", lambda: (waited.append(leader.waits), leader._members.append(lost)))
     start = leader.next_start(failed())
     assert isinstance(start, RankRange)
     assert start.world_size == 5
     assert told[-1] == "waiting for 1 more host"
+    assert waited == [True]
+    assert not leader.waits
+    (other, _) = leader._members
+    assert {"waits": True} in sent_to(other), "its launcher holds no stop either"
     leader.close()
 
 
@@ -533,7 +545,7 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     sent = [{"variables": {"ZEROMESH_SENT": "yes"}}, {"signal": 10}, {"start": START}]
     asked = {"stop": 5, "reason": "rank 0", "after_step": True}
-    follower, wire = following(sent, [asked], [], [{"start": START}], [], [{"start": START}, asked])
+    follower, wire = following(sent, [asked], [], [{"waits": True}], [{"start": START}], [], [{"start": START}, asked])
     assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
     hello = {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word", "settings": {}}
     assert wire.sent[0] | {"name": ""} == hello
@@ -541,7 +553,11 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     assert killed == [(os.getpid(), 10)]
     assert follower.poll() == Stop(5, "rank 0", after_step=True)
     long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
+    waited: list[bool] = []
+    monkeypatch.setattr(follower, "_stopped", lambda: waited.append(follower.waits))
     assert isinstance(follower.next_start(long), RankRange)
+    assert waited == [False, True]
+    assert not follower.waits
     counts = {"limit": 20, "step": 7, "left_out": 0}
     assert wire.sent[-1] == {"rest": 255, "of": 0, "text": "rank 3: no memory", "noticed": True, **counts}
     assert follower.poll() is None, "a stop is over with the start after it"
@@ -615,7 +631,7 @@ def test_who_leads(monkeypatch: pytest.MonkeyPatch, most: int, rank: Any, here: 
 class Others:
     """The other launchers of a run, which say what comes next."""
 
-    processes, notify = 0, print
+    processes, notify, waits = 0, print, False
 
     def __init__(self, *starts: Any, stop: Stop | None = None) -> None:
         self.starts, self.stop, self.ended = list(starts), stop, list[Any]()
