@@ -496,7 +496,7 @@ class Leader:
         theirs = field(message, "settings", {})
         for key, value in (self._nodes.settings or {}).items():
             if (other := theirs.get(key, value)) != value:
-                raise MessageError(f"its {key} is {other!r:.99}, not {value!r:.99}; give all hosts one configuration")
+                raise MessageError(f"its {key} is {other!r:.99}, not {value!r:.99}; give all hosts the same")
         if "heirs" in message and self._listener is not None and self._nodes.rank is None:
             self.moved = None if self._starts or not messages.heirs(message) else message
             return

@@ -450,7 +450,7 @@ def test_who_introduces_itself_wrongly_is_refused() -> None:
         ({"run_id": "other"}, "its --rdzv-id is 'other', not 'run'"),
         (
             {"settings": {"run.name": "run", "optimizer.lr": 0.2}},
-            r"its optimizer\.lr is 0\.2, not 0\.1; give all hosts one configuration",
+            r"its optimizer\.lr is 0\.2, not 0\.1; give all hosts the same",
         ),
         ({"name": "\x1b[2J"}, "its host's name has characters that cannot be printed"),
         ({"rank": 3}, "'rank' is 3; allowed is an integer from 1 to 2"),

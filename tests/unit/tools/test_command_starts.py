@@ -136,6 +136,21 @@ def test_launchers_are_told_what_hosts_have_to_have_alike(launched: Launched, fo
     json.dumps(last)
 
 
+@pytest.mark.parametrize(("hosts", "words"), [("2", False), ("1:2", True)])
+def test_launchers_are_told_which_script_hosts_have_to_have_alike(
+    launched: Launched, folder: Path, hosts: str, words: bool
+) -> None:
+    """And its command line where hosts come later: ranks that start together compare what it makes of a run."""
+    script = folder / "train.py"
+    for text, *arguments in (("1", "--lr", "1"), ("1", "--lr", "1"), ("1", "--lr", "2"), ("2", "--lr", "1")):
+        script.write_text(text)
+        assert main(["run", "--nnodes", hosts, *MEETING, str(script), *arguments]) == 0
+    first, *others = (call.nodes.settings for call in launched.calls)
+    assert others[0] == first
+    assert (others[1] != first) is words
+    assert others[2]["script"] != first["script"]
+
+
 def test_hosts_come_and_go_where_batches_do_not_follow_from_their_number(
     launched: Launched, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
