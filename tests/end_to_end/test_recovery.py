@@ -728,6 +728,12 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
     assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged"))
 
 
+def test_an_evaluation_that_ends_an_epoch_counts_once(tmp_path: Path) -> None:
+    found = run(tmp_path, ("forward of evaluation 4", 1, "SIGKILL"), samples=24, settings={"run": {"eval_every": "epoch"}})
+    assert "from the memory of the ranks" in found.process.stdout
+    assert [row["step"] for row in rows(found, "evaluations.jsonl")] == [2, 4, 6, 8]
+
+
 def test_a_script_is_edited_while_it_runs(undisturbed_run: Run, tmp_path: Path) -> None:
     """The new process computes what the others do."""
     found = run(tmp_path, (5, 1, "SIGKILL"), edits=True)

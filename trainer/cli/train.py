@@ -241,9 +241,9 @@ def run_script(options: argparse.Namespace) -> int:
     with errors_as(ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"):
         script = environment.file_as_launched(Path(options.script))
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
-        # Ranks that start together compare what arguments make of a run. What they are is not sent: it may be secret.
-        words = options.arguments if options.nnodes[0] < options.nnodes[1] else []
-        told = {"script": script, "command line of the script": shlex.join(words).encode()}
+        # Ranks that start together compare what arguments make of a run.
+        words = shlex.join(options.arguments) if options.nnodes[0] < options.nnodes[1] else ""
+        told = {"script": script, "command line of the script": words.encode()}
         settings = {key: f"text of digest {hashlib.blake2b(it, digest_size=6).hexdigest()}" for key, it in told.items()}
         return report(_launch(options, processes, settings=settings))
     sys.argv[:] = [options.script, *options.arguments]

@@ -4,6 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_high
 from typing import Any
@@ -131,6 +132,7 @@ class RunProgress:
     report: FitReport | None = None
     unfinished: StepResult | None = None
     """The result of the latest step, until it is logged, callbacks have heard of it, and what it asked for is done."""
+    begun: dict[str, Any] = field(default_factory=dict)  # what that changes, as it was before, and after which `step`
 
     @property
     def position(self) -> int:
@@ -160,7 +162,7 @@ class RunProgress:
         first = self.resumed if self.resumed.step <= state.step else state
         log = [line for line in self.log if line["step"] <= state.step]
         self.resume(replace(state, passed_over=position - state.step, ended="", log_history=log))
-        self.resumed, self.rewinds, self.skipped_in_a_row = first, rewinds + 1, 0
+        self.resumed, self.rewinds, self.skipped_in_a_row, self.begun = first, rewinds + 1, 0, {}
         self.without_targets += undone
         del self.losses[-undone:], self.seconds[-undone:]
 
@@ -233,6 +235,18 @@ class RunContext:
     @property
     def samples(self) -> int:
         return self.plan.samples_of(self.progress.position).start
+
+    def begin_end(self) -> None:
+        """Note what the end of a step may change, or put it back where an error or a lost rank has cut that end short."""
+        progress, begun = self.progress, self.progress.begun
+        if begun.get("step") == progress.step:  # Callbacks have got their states back before they heard of this start.
+            progress.best, progress.unlogged, progress.owes = begun["best"], [*begun["unlogged"]], {*begun["owes"]}
+            progress.ended, progress.log[:] = "", progress.log[: begun["log_history"]]
+            self.events.forget_requests(stop_epoch=self.events.control.should_epoch_stop)
+            return
+        states = deepcopy(self.events.states()) if self.model.require_engine().optimizer_step.journal is not None else {}
+        noted = {"best": progress.best, "unlogged": [*progress.unlogged], "owes": sorted(progress.owes), "callbacks": states}
+        progress.begun = {"step": progress.step, "log_history": len(progress.log), **noted}
 
     def due_after(self, number: int, position: int) -> dict[str, bool]:
         """Return for each action if the configuration schedules it after step `number`, counted from 1, on the data of step

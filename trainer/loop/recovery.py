@@ -17,7 +17,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Mapping
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
@@ -94,8 +94,6 @@ class Recovery:
     """The record of the latest update, where states in memory are gone on from."""
     _at: tuple[int, int] = (0, 0)  # the position of this rank's memory
     _key: int = 0
-    _begun: dict[str, Any] = field(default_factory=dict)  # what the end of the latest step changes, as it was before
-    _logged: int = 0  # the lines of the log then
     _ends_again: bool = False  # True if the step that is gone on from ends once more.
     _states: list[TrainerState | None] = field(default_factory=list)
 
@@ -177,8 +175,8 @@ class Recovery:
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
         if kept is not None:
-            begun = {**self._begun, "log_history": kept.state.log_history[: self._logged]}
-            begun = begun if self._begun.get("step") == kept.state.step else {}
+            begun = kept.progress.begun if kept.progress.begun.get("step") == kept.state.step else {}
+            begun = begun and {**begun, "log_history": kept.state.log_history[: begun["log_history"]]}
             before = replace(kept.state, **begun, eval_loss=None, metric=None, ended="")
             own |= {"states": [each.to_json().decode() for each in (kept.state, before)], "plain": kept.plain}
             own |= {"shares": bool(kept.shared), "step": kept.state.step, "ends": kept.progress.unfinished is not None}
@@ -211,13 +209,6 @@ class Recovery:
                 self._record, self._at = latest.get(stages[mesh.rank], some), at
         if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
             self.memory = None
-
-    def note(self, run: RunContext) -> None:
-        """Note what the end of a step, which begins, may change."""
-        if run.model.require_engine().optimizer_step.journal is not None:
-            now, states = run.progress, deepcopy(run.events.states())
-            self._begun = {"step": now.step, "best": now.best, "unlogged": [*now.unlogged], "callbacks": states}
-            self._logged = len(now.log)
 
     def _keep(self, run: RunContext, present: Callable[[], TrainerState]) -> None:
         """Keep what this process knows of a run that ends in it; nothing where its model is whole already."""
@@ -279,9 +270,7 @@ class Recovery:
         if kept is not None and (state := self._states[world.index]) is not None:
             for each in fields(RunProgress):
                 setattr(progress, each.name, copy(getattr(kept.progress, each.name)))
-            progress.best, progress.ended, progress.unlogged = state.best, state.ended, [*state.unlogged]
-            if self._ends_again and self._begun.get("step") == state.step == record["step"]:
-                del progress.log[self._logged :]
+            progress.ended = state.ended
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             progress.resumed = replace(progress.resumed, **{name: getattr(state, name) for name in ("stream", "tracker", "paces")})
         else:

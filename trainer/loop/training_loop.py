@@ -296,8 +296,7 @@ class TrainingLoop:
         """Do what follows a step, and an epoch that ends with its data; `result` is None for data that were no step."""
         run, progress, events = self.run, self.run.progress, self.run.events
         if result is not None:
-            if self.recovery is not None:
-                self.recovery.note(run)
+            run.begin_end()
             self._finish_step(result, position)
         ends = events.control.should_epoch_stop and run.ranks is run.mesh
         if run.plan.ends_epoch(position) or ends or (self._is_over and not self._signal):

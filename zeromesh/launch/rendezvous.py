@@ -80,7 +80,7 @@ class Follower:
 
     @property
     def waits(self) -> bool:
-        """True while fewer hosts are there than a start needs."""
+        """True while fewer hosts are there than a start needs, which may never come."""
         return self._waits if self._leader is None else self._leader.waits
 
     def poll(self) -> Stop | None:
@@ -254,7 +254,6 @@ def run_starts(
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
     nursery, ranks = None, RankProcesses(arguments)
-    # What is in memory can be saved once the ranks train again, unless they wait for hosts that may never come.
     requests.holds, requests.show = lambda: bool(ranks.recover) and not others.waits, others.notify
     try:
         if others.processes:

@@ -21,15 +21,14 @@ _REPEAT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request. A launcher
-    that has started this process counts signals alone, and kills it at a second one: it may pass on late what came here too."""
+    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
 
     show: Callable[[str], None]
     signal: int = 0
     at: float = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: record the first one, and let a second one end the process by its default action."""
+        """Record the first signal, and end by a second one; where a launcher does so, it may pass on late what came here too."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,12 +18,13 @@ import torch
 
 from zeromesh.errors import DataError
 from zeromesh.launch.signals import STOP_SIGNALS, StopSignals, handled_signals, stop_requests
+from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
-from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.setup.model import _check_first
@@ -104,6 +106,25 @@ def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True, timeout=60
     )
     assert "within 5 seconds" in found.stderr
+
+
+def test_the_end_of_a_step_that_was_cut_short_counts_once() -> None:
+    """Also in another `fit` after an error, without a launcher."""
+    progress, events = RunProgress(max_nonfinite=0, step=2, unlogged=[0.5]), CallbackDispatcher(cast(Any, None), [])
+    engine = SimpleNamespace(optimizer_step=SimpleNamespace(journal=None))
+    run: Any = SimpleNamespace(progress=progress, events=events, model=SimpleNamespace(require_engine=lambda: engine))
+    for _ in range(2):
+        RunContext.begin_end(run)
+        assert (progress.best.waited, progress.unlogged, progress.owes, progress.log, progress.ended) == (0, [0.5], set(), [], "")
+        assert not events.control.should_evaluate
+        progress.best, progress.ended = replace(progress.best, waited=1), "1 evaluations without a better loss"
+        progress.unlogged.clear()
+        progress.owes.add("evaluate")
+        progress.log.append({"step": 2})
+        events.request(evaluate=True)
+    progress.step = 3
+    RunContext.begin_end(run)
+    assert progress.best.waited == 1, "of another step"
 
 
 ALONE: Any = SimpleNamespace(
