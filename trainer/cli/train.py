@@ -253,7 +253,7 @@ def run_script(options: argparse.Namespace) -> int:
             _names = runpy.run_path(options.script, run_name="__main__")  # Kept, and with them the files that are open.
         else:
             sys.modules["__main__"] = module = ModuleType("__main__")
-            module.__file__ = options.script
+            module.__file__ = os.path.abspath(options.script)
             _Script("__main__", options.script).exec_module(module)
     except Exception as error:  # noqa: BLE001 - `python SCRIPT` shows any error of the script from its first line on.
         trace = error.__traceback__

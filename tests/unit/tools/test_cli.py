@@ -123,6 +123,10 @@ def test_run_runs_a_script_as_python_does(
     with pytest.raises(SystemExit, match="7"):
         main(["run", *words])
     assert capsys.readouterr().out == "__main__ ['--nproc', '3', '--', 'lr=1'] True\n"
+    path.with_name("where.py").write_text("import sys; sys.exit(__file__)")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^{tmp_path / 'where.py'}$"):
+        main(["run", "where.py"])
     assert main(["run", str(path), "fails"]) == 1
     trace = capsys.readouterr().err
     assert trace.startswith(f'Traceback (most recent call last):\n  File "{path}", line 4, in <module>\n')
