@@ -92,10 +92,7 @@ def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     if path.resolve() in chain:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
         raise ConfigError(f"base: {base!r} inherits itself: {circle}; leave one of them out", where=given.where)
-    if not path.exists():
-        problem = f"base: {str(path)!r} does not exist; it is looked for beside the file that names it"
-        raise ConfigError(problem, where=given.where)
-    below = _read(path, chain)
+    below = _read(path, chain, f"{given.where}: base: {str(path)!r} does not exist; it is looked for beside the file that names it")
     (_, keys), *rest = below.layers
     return replace(
         given,
@@ -106,7 +103,7 @@ def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     )
 
 
-def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
+def _read(source: Any, chain: tuple[Path, ...] = (), absent: str = "no such file; give the path of a YAML or JSON file") -> _Source:
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
@@ -116,7 +113,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         return _Source(where=where, own=own, layers=(("", own),), folders=source.folders)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
-        data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
+        data = read_yaml(path, absent, where=where)
         if not isinstance(data, dict):
             problem = "is empty; write what to train, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             if data is not None:

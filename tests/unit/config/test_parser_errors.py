@@ -221,3 +221,12 @@ def test_any_values_of_deepspeed_are_a_configuration_or_an_error(values: dict[st
             at[key] = value
     with plainly():
         load_config(source)
+
+
+def test_a_base_that_was_removed_is_the_one_that_the_launcher_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    top = inherited(tmp_path, top_yaml="base: root.yaml", root_yaml="optimizer: {lr: 0.5}")
+    read = {path: path.read_bytes() for path in tmp_path.rglob("*.yaml")}
+    for path in read:
+        path.unlink()
+    monkeypatch.setattr("zeromesh.trainer.config.yaml_reader.file_as_launched", lambda path, most: read[path])
+    assert load_config(top).optimizer.lr == 0.5
