@@ -8,7 +8,7 @@ from contextlib import closing
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.files import refusals, write_whole
+from zeromesh.files import refusals
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.formatting import print_lines
@@ -25,17 +25,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.config is None:
         raise ConfigError("give the configuration that is to be planned, or --measure")
     from zeromesh.trainer.planning.auto import plan_config
-    from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
+    from zeromesh.trainer.planning.report import plan_json, plan_lines
 
-    if options.picture is not None:
-        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # It fails early without plotly.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
     )
-    if options.picture is not None:
-        with refusals(options.picture, "written", "; give another place with --picture"):
-            write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
         print_lines(json.dumps(plan_json(plan), indent=1).splitlines())
     else:

@@ -1,14 +1,13 @@
-"""A plan as text, as a page of charts, and as JSON."""
+"""A plan as text and as JSON."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, cycle
 from typing import Any
 
 from zeromesh.errors import counted
 from zeromesh.intervals import grouped
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.estimate import Estimate
-from zeromesh.trainer.planning.planner import GIB, Plan
+from zeromesh.trainer.planning.planner import Plan
 
 SHOWN = 12  # The number of rows shown.
 _REFUSALS = 6  # layouts that do not fit, shown with the reason
@@ -95,42 +94,3 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
         }
         for each in plan.rows
     ]
-
-
-def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """Return a page of HTML: the first rows, with bytes by purpose and seconds by phase. Raises `ConfigError` without plotly."""
-    from zeromesh.trainer.tools.html_report.page import Part, Table, document  # Importing plotly takes a while.
-
-    charts = plan_charts(plan, shown=shown)
-    numbered = enumerate(plan.rows[:shown], start=1)
-    rows = [(at, str(row.layout), human_bytes(row.device_bytes), human_seconds(row.seconds)) for at, row in numbered]
-    table: Part = ("", "table", Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3)))
-    sections = {"Layouts, the fastest first": [table], "Memory and time": [("", "charts", charts)]}
-    title = f"{plan.subject} on {counted(plan.ranks, 'rank')} of {plan.machine}"
-    return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.critical)}.")
-
-
-def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Any]:
-    """Return the charts of `plan_picture`: stacked bars of a row each."""
-    from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, go
-
-    estimates = plan.rows[:shown]
-    memory = [{name: nbytes / GIB for name, nbytes in each.device.items()} for each in estimates]
-    times = [{str(phase): seconds for phase, seconds in each.phases.items()} for each in estimates]
-
-    def bars(rows: Sequence[Mapping[str, float]], colors: Sequence[str]) -> Any:
-        figure = go.Figure(layout=LAYOUT)
-        numbers = list(range(1, len(rows) + 1))
-        for color, name in zip(cycle(colors), dict.fromkeys(chain(*rows)), strict=False):
-            figure.add_bar(y=numbers, x=[row.get(name, 0.0) for row in rows], orientation="h", marker_color=color, name=name)
-        figure.update_layout(barmode="stack", hovermode="closest")
-        figure.update_yaxes(autorange="reversed", tickmode="array", tickvals=numbers, showgrid=False)
-        return figure.update_xaxes(showgrid=True)
-
-    charts = [
-        Chart("memory", "Highest memory of a rank", "GiB, by row", bars(memory, COLORS), False, False),
-        Chart("seconds", "Time of a step", "seconds, by row", bars(times, COLORS[::-1]), False, False),
-    ]
-    if max(each.device_bytes for each in estimates) > 0.3 * plan.room.critical:
-        charts[0].figure.add_vline(x=plan.room.critical / GIB, line_dash="dot")
-    return charts

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from tests.support.text_files import word_tokenizer
 from tests.unit.planning.test_machine import MACHINE, MODEL, SMALL
-from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.offload import Purpose, TierChoice
@@ -32,8 +30,8 @@ from zeromesh.trainer.planning.auto import fixed_fields, plan_config, set_auto, 
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
-from zeromesh.trainer.planning.planner import GIB, Plan, Planner, memory_per_rank
-from zeromesh.trainer.planning.report import plan_charts, plan_json, plan_lines, plan_picture
+from zeromesh.trainer.planning.planner import Plan, Planner, memory_per_rank
+from zeromesh.trainer.planning.report import plan_json, plan_lines
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer
 from zeromesh.units.build import plan_layouts
@@ -392,30 +390,6 @@ def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50
     if layers == 80:
         assert min(len(some.rows), len(many.rows)) > 5000
-
-
-def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
-    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
-    best = plan.rows[0]
-    memory, times = (chart.figure for chart in plan_charts(plan, shown=2))
-    bars, seconds = ({each.name: each.x[0] for each in figure.data} for figure in (memory, times))
-    assert sum(bars.values()) == pytest.approx(best.device_bytes / GIB)
-    assert sum(seconds.values()) == pytest.approx(best.seconds)
-    # No color without a name beside it: each chart has a legend of its own.
-    assert all(each.showlegend is not False for figure in (memory, times) for each in figure.data)
-    # The layouts stand in a table, whole, however narrow the screen is, and the page loads nothing.
-    page = plan_picture(plan, shown=3)
-    for row in plan.rows[:3]:
-        assert f"<td>{row.layout}</td>" in page
-    assert "default-src 'none'" in page
-
-
-@pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
-def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
-    page = tmp_path / "plan.html"
-    page.write_text(plan_picture(Planner(subject, MACHINE, fixed={"micro": 1}).plan(4)), encoding="utf-8")
-    with Browser(str(find_browser()), tmp_path / "browser") as browser:
-        assert looks_of(browser, page) == []
 
 
 def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise ConfigError("charts need one more package: pip install 'zeromesh[report]'") from error
 
-__all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "go", "to_json_plotly"]
+__all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "to_json_plotly"]
 
 MOST_POINTS, MOST_STACKED = 1200, 300
 """The largest numbers of points of a line and of a stacked area; a screen has fewer columns."""
