@@ -2,7 +2,6 @@
 "The device" is the one on which a process computes; a CPU is a device without streams, whose work is done when a call returns."""
 
 import math
-import shutil
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.numa import binding
 from torch.profiler import ProfilerActivity, supported_activities
 
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -77,29 +75,6 @@ def pick_device(local_rank: int) -> torch.device:
         raise ConfigError(f"{why}; start as many ranks on a host as it has devices")
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
-
-
-def bind_to_near_cpus(device: torch.device, ranks: int, mode: str) -> None:
-    """Bind all threads of this process to the CPUs near `device`, on a host on which `ranks` ranks do so; memory that a thread
-    writes first is then on its own NUMA node. `mode` is one of torchrun's `--numa-binding`: `node`, `socket`, `exclusive` or
-    `core-complex`. Raises `ConfigError` where torch cannot bind to the device."""
-    bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
-    if device.type != "cuda":
-        problem = f"this rank computes on {device.type.upper()}, for which torch does not know them"
-    elif bind is None:
-        problem = f"torch {torch.__version__} cannot bind a process to them; it is tested with 2.13"
-    elif shutil.which("numactl") is None:
-        problem = "torch needs the command numactl for that; install it"
-    elif mode not in ("node", "socket") and ranks > 1 and torch.accelerator.device_count() == 1:
-        problem = f"each of {ranks} ranks sees one GPU alone, and not what others take; set it to node or socket"
-    else:
-        try:
-            bind(gpu_index=device.index, numa_options=binding.NumaOptions(affinity_mode=binding.AffinityMode(mode)))
-        except (OSError, RuntimeError, ValueError) as error:
-            problem = f"torch did not find them for GPU {device.index}: {summary(error)}"
-        else:
-            return
-    raise ConfigError(f"{mode} binds a rank to the CPUs near its GPU, and {problem}", where="parallel.numa_binding")
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -53,8 +53,6 @@ def connect(config: TrainerConfig) -> Mesh:
     if config.run.deterministic:
         use_deterministic_kernels()
     device = accelerator.pick_device(environment.local_rank)
-    if parallel.numa_binding is not None:
-        accelerator.bind_to_near_cpus(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
         allocate_buffers()

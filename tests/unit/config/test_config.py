@@ -49,6 +49,7 @@ BAD = [
     ("run: {run_name: a}", ["run.run_name: unknown key", "did you mean run.name?"]),
     ("schedule: {warmup: 3}", ["schedule.warmup:", "did you mean schedule.warmup_steps?"]),
     ("run: {gradient_accumulation_steps: 2}", ["batch.global_size (accumulation is derived from it)"]),
+    ("parallel: {numa_binding: null}", ["parallel.numa_binding: unknown key (got null)", "torchrun --numa-binding and numactl do"]),
     ("qwerty: 1", ["qwerty: unknown key (got 1); allowed are model, data, parallel"]),
     ("optimizer.lr: 0.1", ["optimizer.lr: unknown key", "a file nests keys"]),
     ("zero: {stage: 5}", ["zero.stage: got 5", ">= 0 and <= 3"]),

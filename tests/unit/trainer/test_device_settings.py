@@ -1,20 +1,17 @@
 """What a run sets in torch and in the environment before it computes: devices of ranks, TF32, kernels with the same bits."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.numa import binding
 
 from zeromesh.environment import kept_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import bind_to_near_cpus, pick_device
+from zeromesh.offload.accelerator import pick_device
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.build import set_tf32, use_deterministic_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -89,39 +86,3 @@ def test_the_same_bits_need_fixed_workspaces_before_a_gpu_is_used(
     use_deterministic_kernels()
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ((given or ":4096:8") if cublas else None)
-
-
-def test_a_rank_is_bound_to_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[Any] = []
-    name = "_maybe_apply_numa_binding_to_current_process"
-
-    def bind(*, gpu_index: int, numa_options: binding.NumaOptions) -> None:
-        bound.append((gpu_index, numa_options.affinity_mode.value))
-        if gpu_index == 3:
-            raise RuntimeError("no such node")
-
-    def refused(device: torch.device, mode: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            bind_to_near_cpus(device, 4, mode)
-        return str(caught.value)
-
-    monkeypatch.setattr(binding, name, bind)
-    monkeypatch.setattr(shutil, "which", str)
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    assert "this rank computes on CPU, for which" in refused(CPU, "node")
-    assert "this rank computes on XPU, for which" in refused(torch.device("xpu", 0), "node")
-    for mode in ("node", "socket", "exclusive", "core-complex"):
-        bind_to_near_cpus(torch.device("cuda", 1), 4, mode)
-    assert bound == [(1, "node"), (1, "socket"), (1, "exclusive"), (1, "core-complex")]
-    assert "torch did not find them for GPU 3: RuntimeError: no such node" in refused(torch.device("cuda", 3), "node")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert "each of 4 ranks sees one GPU alone" in refused(GPU, "exclusive")
-    monkeypatch.setattr(shutil, "which", lambda command: None)
-    assert "needs the command numactl" in refused(GPU, "node")
-    monkeypatch.delattr(binding, name)
-    assert f"torch {torch.__version__} cannot bind" in refused(GPU, "node")
-
-
-def test_a_run_on_the_cpu_is_not_bound() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.numa_binding: node binds a rank"):
-        build.connect(load_config({"parallel": {"numa_binding": "node"}}))

@@ -94,8 +94,6 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """The optimizer of syncs; by default weights are averaged."""
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
-    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
-    """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     timeout_seconds: Annotated[Literal["auto"] | Seconds, keys.Allowed("auto, or a number of seconds")] = 60.0
     """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first.
     auto: 60, and after 20 steps and a sync, for ranks in a step or stopped, 20 times the longest wait in these, at least 5."""
