@@ -109,7 +109,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if reasons:
             why = f"no checkpoint in {self.store.root} can be used, and a new run would replace them"
             raise CheckpointError(f"{why}; move them away, or give this run another run.name. The newest: {reasons[0]}")
-        return None if named is None else replace(self._load(named, settings, strict=False), ended="")
+        return None if named is None else replace(self._load(named, settings, strict=False), ended="", origin=str(named.resolve()))
 
     def _go_on_from(self, content: Mapping[str, Any], settings: Mapping[str, Any]) -> TrainerState:
         """Take over the progress of a step of which the engine has weights and moments on files already."""
@@ -117,16 +117,15 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         self.require_settings(state, settings)
         load_engine(None, self._engine, state)
         self._keep_metric(state)
-        self.load_frozen()
+        self.load_frozen(state.origin)
         return state
 
-    def load_frozen(self) -> None:
-        """Fill weights that were never trained from the newest checkpoint, or else the one that the run has begun from: they need
-        not be those of the model's source. All ranks call it."""
+    def load_frozen(self, origin: str) -> None:
+        """Fill weights that were never trained from the newest checkpoint, or else from `origin`, with which the run has begun:
+        they need not be those of the model's source. All ranks call it."""
         engine, state = self._engine, self._engine.checkpoint_state
-        frozen, named = state.frozen(), self._section.resume not in ("auto", "never")
-        paths = [self.store.path(step) for step in candidates(self._mesh, self.store)]
-        for path in (*paths, *([newest_at(Path(self._section.resume).expanduser())] if named else ())) if frozen else ():
+        frozen, paths = state.frozen(), [self.store.path(step) for step in candidates(self._mesh, self.store)]
+        for path in (*paths, *([Path(origin)] if origin else ())) if frozen else ():
             try:
                 reader, _ = _open_checkpoint(path, engine)
                 known = [each for each in state.tensors(reading=True) if each.kind in WEIGHTS]
@@ -137,6 +136,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 return
             except CheckpointError as error:
                 self._note(f"frozen weights of {path} skipped: {error}")
+        if frozen and origin:
+            raise CheckpointError(f"frozen weights of this run are those of {origin}, which cannot be read; put it back")
 
     def require_settings(self, state: TrainerState, settings: Mapping[str, Any]) -> None:
         """Raise `ConfigError` where `settings` differ from those of a state that is on no checkpoint."""

@@ -129,6 +129,7 @@ class TrainerState:
     passed_over: _Count = 0  # steps of the data that were no steps, as where a callback ended an epoch early
     skipped_in_a_row: _Count = 0  # of the latest steps
     rewinds: _Count = 0  # how often the run has gone back after a spike that lasted
+    origin: str = ""  # the checkpoint of another run with which this one has begun
     averages: _Count = 0  # the number of updates in the moving average of the weights (`ema`)
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""

@@ -36,7 +36,7 @@ from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
 Values = dict[str, float]  # Values of an evaluation or of a run by name, such as `eval_loss`.
 Line = dict[str, Any]
-COUNTERS = ("step", "passed_over", "tokens", "skipped", "skipped_in_a_row", "rewinds", "best", "ended")
+COUNTERS = ("step", "passed_over", "tokens", "skipped", "skipped_in_a_row", "rewinds", "best", "ended", "origin")
 """The names of what a `TrainerState` has of a `RunProgress`."""
 
 
@@ -119,6 +119,7 @@ class RunProgress:
     skipped_in_a_row: int = 0
     cause: str = ""  # The reason why the latest skipped step was skipped.
     rewinds: int = 0  # as in `TrainerState`
+    origin: str = ""
     unit: str = "tokens"
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)

@@ -135,7 +135,7 @@ class TrainingLoop:
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
             self._checkpoints.require_settings(state, run.settings)  # Every start reads the data anew.
             if self.recovery.source == "snapshot" or run.config.offload.parameters.tier == "file":
-                self._checkpoints.load_frozen()
+                self._checkpoints.load_frozen(state.origin)
             self._take_over(state)
             run.console.note(f"went on after step {run.progress.step}, from {_SOURCES[self.recovery.source]}")
             return

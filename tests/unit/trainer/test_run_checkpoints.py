@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,7 +308,7 @@ def test_other_settings_are_refused_of_a_runs_own_checkpoint_and_said_of_one_tha
         run.kept.resume({**NOW, "a": 2})
     assert f"checkpoint.resume: {run.kept.store.path(4)}" in str(error.value)
     named = Run(tmp_path / "new", checkpoint={"resume": str(tmp_path / "copy")})
-    assert named.kept.resume({**NOW, "a": 2}) == stored["copy"]
+    assert named.kept.resume({**NOW, "a": 2}) == replace(stored["copy"], origin=str(tmp_path / "copy"))
     assert named.lines == ["resumed with another setting: run.seed: 2 then, 1 now"]
 
 
@@ -319,6 +320,30 @@ def test_the_name_of_a_run_or_of_its_folder_means_its_newest_checkpoint(tmp_path
     found = run.kept.resume(NOW)
     assert found is not None
     assert (found.step, run.kept.latest) == (7, None)
+    assert found.origin == str(tmp_path / "old/checkpoints/step-00000007")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_frozen_weights_are_those_of_the_checkpoint_with_which_the_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """Though the other run has gone on since; they are not taken from the model's source where that is gone."""
+    asked: list[str] = []
+
+    def opened(path: Path, engine: Any) -> Any:
+        asked.append(path.name)
+        raise CheckpointError("it is gone")
+
+    monkeypatch.setattr(manager, "_open_checkpoint", opened)
+    old = Run(tmp_path / "old")
+    old.make(4, 8)
+    run = Run(tmp_path / "new", checkpoint={"resume": str(tmp_path / "old")})
+    run.engine.checkpoint_state.frozen = lambda: {"a"}
+    run.make(*[6] * own)
+    with pytest.raises(CheckpointError, match=r"frozen weights of this run are those of .*step-00000004, which cannot be read"):
+        run.kept.load_frozen(str(old.kept.store.path(4)))
+    assert asked == ["step-00000006"] * own + ["step-00000004"]
+    run.kept.load_frozen("")
 
 
 @pytest.mark.parametrize(
