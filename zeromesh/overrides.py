@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-WIDE_LOSSES = (
-    *("binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss", "mse_loss", "smooth_l1_loss"),
-)
+WIDE_LOSSES = "binary_cross_entropy_with_logits cross_entropy huber_loss kl_div l1_loss mse_loss smooth_l1_loss".split()  # noqa: SIM905
 PATCHES = {
     "torch.autocast": "2.13.0",  # planning/tracing/meter.py: PEFT turns it off on the device of its weights, which may be meta.
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.

@@ -186,8 +186,7 @@ def run_train(options: argparse.Namespace) -> int:
     path = None if path == _DEFAULTS else path
     ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
-    load = partial(load_config, path, [*keys, *options.overrides], consent=consent, tunes=tunes)
-    config = load(ranks=ranks)
+    config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
     if options.save_config is not None and not options.worker:
         saved, text = options.save_config.expanduser(), config.to_yaml().encode()
         if saved.is_file() and saved.read_bytes() != text:
@@ -201,13 +200,6 @@ def run_train(options: argparse.Namespace) -> int:
         found: dict[str, Any] = {"fits": partial(_fits, config)} if comes_and_goes else {}
         # In DeepSpeed's settings they follow from the number of ranks, and hosts may have other ones. Messages are short.
         skipped, shared = ("batch.", "parallel.") if config.notes else (), config.shared_settings().items()
-        fewer = load(ranks=processes * options.nnodes[0]).shared_settings() if config.notes and comes_and_goes else {}
-        if follows := [
-            f"{key} ({fewer[key]} or {value})" for key, value in shared if key[:6] == "batch." and fewer.get(key, value) != value
-        ]:
-            why = f"{', '.join(follows)} would follow from the number of ranks, which changes"
-            cure = "give train_batch_size and train_micro_batch_size_per_gpu, or one number of hosts"
-            raise ConfigError(f"{path}: {why} when hosts come and go; {cure}")
         found["settings"] = {key: it for key, it in shared if len(str(it)) < 4000 and not key.startswith(skipped)}
         return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))
     if not options.worker and environment.read_environment().rank == 0:

@@ -28,7 +28,6 @@ from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.overrides import override
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
-from zeromesh.trainer.losses.losses import wide_losses
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import copy_with, peft_reading
@@ -316,12 +315,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
 
 def _cast_forward(forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[object]]) -> Callable[..., Any]:
-    """Return a model's `forward` under autocast, with losses and results in float32."""
+    """Return a model's `forward` under autocast, with results in float32."""
 
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
-        with wide_losses(), autocast():
+        with autocast():
             return convert_to_fp32(forward(model, *arguments, **named))
 
     return converted

@@ -1,7 +1,7 @@
 """Losses of models, as sums over targets with their number, never as means."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
@@ -63,7 +63,8 @@ class Loss:
         if seed is None and self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             return torch.zeros(()), model(**batch), 0, {}
         counted = self.count(batch) if targets is None else targets
-        with wide_losses(), nullcontext() if self.narrow is None else _autocast(model, self.narrow):
+        kind = next(model.parameters()).device.type if self.narrow else ""
+        with torch.autocast(kind, self.narrow, cache_enabled=False) if self.narrow else wide_losses():  # Weights change memory.
             total, outputs, found, scalars = self.compute(model, batch, counted or 0, seed)
             return total, model(**batch) if seed is None and outputs is None else outputs, found, scalars
 
@@ -75,10 +76,6 @@ def wide_losses() -> AbstractContextManager[None]:
         return lambda *arguments, **named: function(*_widened(arguments), **_widened(named))
 
     return replaced(functional, {name: widened(getattr(functional, name)) for name in WIDE_LOSSES})
-
-
-def _autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[object]:
-    return torch.autocast(next(model.parameters()).device.type, dtype, cache_enabled=False)  # Weights change their memory.
 
 
 def _widened(arguments: Any) -> Any:

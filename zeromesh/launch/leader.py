@@ -229,8 +229,7 @@ class Leader:
         died = any(each.limit and not each.distance and each.exit_code not in STOPPED for each in found)
         self._has_new_hosts = self._has_new_hosts and not died
         self._replaces = recovers = not self._has_new_hosts and self._recovers(found)
-        others = [each for each in found if not each.distance]
-        if not (self._lost or self._has_new_hosts or recovers or self._leaves_out(among=len(others))):
+        if not (self._lost or self._has_new_hosts or recovers or self._leaves_out(sum(not each.distance for each in found))):
             self._failures += 1
             if self._failures > self._nodes.max_restarts:
                 return self._end(cause)
@@ -248,11 +247,10 @@ class Leader:
             return False
         for each in failed:
             cause: Any = each.failure
-            text = f"the run goes on without this host, whose ranks have failed in each start since it came: {cause.message}"
-            each.connection.send({"over": {"code": cause.exit_code, "text": text}})
+            why = f"host {each.name} is left out, as its ranks have failed in each start since it came ({cause.message})"
+            each.connection.send({"over": {"code": cause.exit_code, "text": why}})
             each.connection.close()
             self._members.remove(each)
-            why = f"host {each.name} is left out, as its ranks have failed in each start since it came ({cause.message})"
             self._lost.append(replace(cause, message=why))
         return bool(failed)
 

@@ -289,16 +289,11 @@ class Bucket:
         if self._versions_unreliable:
             self.record_digests()
 
-    def watch(self) -> None:
-        """Refuse that other code than modules computes with gradients from those live parameters that are `watched`."""
+    def watch(self, watching: bool) -> None:
+        """Refuse, or no longer, that other code than modules computes with gradients from live parameters that are `watched`."""
         for parameter, kind, watched in zip(self.parameters, self._watched_classes, self.watched, strict=True):
-            if watched and not issubclass(type(parameter), AtRest):
-                parameter.__class__ = kind
-
-    def end_watch(self) -> None:
-        for parameter in self.parameters:
-            if issubclass(type(parameter), Watched):
-                parameter.__class__ = live_class(parameter)
+            if watched and type(parameter) in (kind, kind.live_type):
+                parameter.__class__ = kind if watching else kind.live_type
 
     def hide_values(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""

@@ -125,7 +125,7 @@ class Passes:
         if watching or self._watching:
             self._watching = watching
             for bucket in self._watched:
-                (bucket.watch if watching else bucket.end_watch)()
+                bucket.watch(watching)
 
     def backward(self, forward: PassProgress, gradients: Tensors, *, inputs_only: bool = False) -> None:
         """Run backward of a microbatch from the gradients of its roots. `inputs_only`: run the half that other stages wait for, the
@@ -318,8 +318,7 @@ class Passes:
         outside of a pass, when other ranks have parts of the values."""
         if self.mode is not PassMode.IDLE:
             self._keep_live(unit)
-            if self._watching:
-                self._watch()
+            self._watch(watching=self._watching)
             return
         if self._releases and self._mesh.shard.size > 1:
             one, everything, files = self.readers
