@@ -64,6 +64,7 @@ def require_alike(plain: Any, mine: Any) -> Any:
     return mine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_trains_as_bitsandbytes_does(tmp_path: Path, form: str) -> None:
     plain, mine = (adapted(loaded(tmp_path / "base", **FORMS[form])) for _ in range(2))
@@ -77,6 +78,7 @@ def test_each_form_trains_as_bitsandbytes_does(tmp_path: Path, form: str) -> Non
     assert mine.generate(IDS[:1], max_new_tokens=3).shape == (1, 15)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", METHODS, ids=lambda each: type(each).__name__)
 def test_methods_of_peft_around_such_layers(tmp_path: Path, settings: Any) -> None:
     require_alike(*(adapted(loaded(tmp_path / "base"), settings) for _ in range(2)))

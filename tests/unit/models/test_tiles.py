@@ -112,6 +112,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_gradients_are_those_without_tiles(name: str, recompute: Any) -> None:

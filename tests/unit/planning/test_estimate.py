@@ -190,6 +190,7 @@ def test_what_a_run_compares_has_the_ledgers_names(on_card: Subject) -> None:
     assert set(Estimator(on_card, _card(), 2).estimate(Layout()).check().memory) == {"device"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("keys", "hosts", "copies"),
     [
