@@ -51,7 +51,7 @@ class Loss:
     auxiliary: bool = False
     """True if it has terms that are computed per microbatch, such as auxiliary losses of experts."""
     narrow: torch.dtype | None = None
-    """The 16-bit dtype of the weights of a model that is not transformers', which runs under autocast with inputs in float32."""
+    """The 16-bit dtype of the weights of a model that runs under autocast with inputs in float32, as others than transformers'."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
         return self.run(model, batch, seed=seed, targets=targets)[0]
@@ -196,8 +196,7 @@ def _label_loss(
                 return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
             outputs = model(**inputs)
             logits, targets = outputs.logits.flatten(0, -2), targets.flatten()
-            total = functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-            return total, outputs, found, {}
+            return functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing), outputs, found, {}
         if targets is not None:
             inputs["num_items_in_batch"] = max(1, found)  # The mean over targets of all ranks.
         elif not found:

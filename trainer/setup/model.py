@@ -59,6 +59,7 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import cast_inputs
 
 _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
+_MIXING = frozenset(["deepseek_v4", "fnet", "minimax", "mra", "openai-gpt", "xlstm"])  # types of the library that mix dtypes
 _MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
@@ -175,11 +176,12 @@ def loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], 
 
     def make(model: nn.Module) -> Loss:
         loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
-        own, buffers = pretrained_of(model) is None, model.named_buffers()
+        inside: Any = pretrained_of(model)
+        mixes, buffers = inside is None or inside.config.model_type in _MIXING, model.named_buffers()
         # Float buffers of a library's model, such as sinusoidal positions, meet layers too; those of rotary ones are cast by it.
-        if compute.itemsize < 4 and (own or any(each.is_floating_point() and "inv_freq" not in name for name, each in buffers)):
+        if compute.itemsize < 4 and (mixes or any(each.is_floating_point() and "inv_freq" not in name for name, each in buffers)):
             cast_inputs(model)
-        return replace(loss, narrow=compute if compute.itemsize < 4 and own else None)
+        return replace(loss, narrow=compute if compute.itemsize < 4 and mixes else None)
 
     return make
 

@@ -222,8 +222,7 @@ class Leader:
         cause = min([*found, *self._lost], key=lambda each: each.distance, default=None)
         if cause is None:
             return self._end(0)
-        mistake = cause.exit_code == USERS_MISTAKE  # All ranks that compare what they are given find it.
-        if (mistake and not self._leaves_out()) or (self._lost and self._too_few):
+        if (cause.exit_code == USERS_MISTAKE and not self._leaves_out()) or (self._lost and self._too_few):
             return self._end(cause)
         # Hosts that have come are taken in once the steps that are in memory are safe.
         died = any(each.limit and not each.distance and each.exit_code not in STOPPED for each in found)
@@ -241,7 +240,7 @@ class Leader:
         return self.first_start()
 
     def _leaves_out(self, among: int | None = None) -> bool:
-        """Leave out hosts that are on trial and have failed, if they alone are `among` so many; returns True if there are any."""
+        """Leave out hosts on trial that have failed, if these are all of the `among` that have. Returns True if there are any."""
         failed = [each for each in self._members if each.on_trial and each.failure]
         if among not in (None, len(failed)):
             return False

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from accelerate.state import AcceleratorState, GradientState
+from model_zoo.small_models import heads_of_types, small_model
 from torch import Tensor, nn
 
 from tests.support.trainer_cases import settings
 from zeromesh import Trainer
 from zeromesh.accelerate import Accelerator
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 
 NARROW = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
 
@@ -114,3 +117,18 @@ def test_modules_compute_as_under_autocast(kind: type[nn.Module], call: Callable
         wanted = float(build(kind)(**batch).detach())
     # A norm computes in the dtype of its weights, which autocast leaves in float32.
     assert call(kind, batch, tmp_path, stage=stage) == pytest.approx(wanted, rel=5e-3 if kind is Tutorial else 1e-6)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["m2m_100", "speech_to_text", "openai-gpt", "minimax", "mra", "xlstm", "deepseek_v4", "fnet"])
+def test_types_of_the_library_train_in_the_default_precision(kind: str, tmp_path: Path) -> None:
+    """Some have positions in buffers of float32, and some mix dtypes in their code: their loss is that under autocast."""
+    small = small_model(kind, heads_of_types()[kind])
+    rows = [{name: each.float() if each.is_floating_point() else each for name, each in row.items()} for row in small.samples]
+    torch.manual_seed(0)
+    model = getattr(tf, AUTO_CLASSES[small.head]).from_config(small.config, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        wanted = float(model(**{name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}).loss)
+    config = settings(str(tmp_path), precision=NARROW, batch={"global_size": 4, "micro_size": 4}, run={"max_steps": 1})
+    with Trainer(model, {**config, "data": {"shuffle": False}}, rows) as trainer:
+        assert trainer.fit().final_loss == pytest.approx(wanted, rel=1e-2)
