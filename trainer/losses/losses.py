@@ -327,11 +327,11 @@ def _field_names(batch: Batch) -> str:
 
 
 class TokenScorer:
-    """Log-probabilities and entropies of the targets of a Hugging Face language model without its logits, for losses of one's own,
-    by the route on which the chunked head replaces its loss.
+    """Log-probabilities and entropies of the targets of a Hugging Face language model without its logits, by the chunked head:
 
-    scorer = TokenScorer(model)  # before shard() or Trainer scores = scorer(model, {"input_ids": ids, "labels": labels}) loss =
-    -(weights * scores.log_probs).sum() - 0.01 * scores.entropy.sum()"""
+    scorer = TokenScorer(model)  # before shard() or Trainer
+    scores = scorer(model, {"input_ids": ids, "labels": labels})
+    loss = -(weights * scores.log_probs).sum() - 0.01 * scores.entropy.sum()"""
 
     def __init__(self, model: nn.Module) -> None:
         """Try a small copy of the model's class in float64. Raises `ConfigError` for a model whose loss and gradients the chunked

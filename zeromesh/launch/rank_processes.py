@@ -60,7 +60,7 @@ class _RankProcess:
     memories: tuple[int, ...]
     """The descriptors of memory for the rank's states and for copies of them, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
-    """What it has said: its `error`; `recovers`, the limit and its patience; if it `trains` still; `step`; why it `rests`."""
+    """Its words: the `error`; `recovers`, the limit and its patience; if it `trains` still; `step`; why it `rests`."""
     ended: float = 0.0
     killed: bool = False
 
