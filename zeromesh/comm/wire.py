@@ -93,14 +93,14 @@ Wire = WireCodec | None  # None: values are sent as they are.
 
 def sum_parts(ranks: ProcessSet, grads: torch.Tensor, order: Sequence[int], out: torch.Tensor, wire: Wire) -> Reduction:
     """Start to send each rank a part of `grads`, 1-D, as long as `out`: that with the number which `order` has at the rank's
-    position. The sum of what this rank receives, and of its own part, which no codec touches, is made in `out`, which may be in the
-    memory of `grads`, in rank order."""
+    position. The sum of what this rank receives, and of its own part, which no codec touches unless others make the same sum, is
+    made in `out`, which may be in the memory of `grads`, in rank order."""
     split, kind = torch.split(grads, out.numel()), Collective.REDUCE_SCATTER
     parts, given = [split[each] for each in order], grads
-    own = parts[ranks.index]
+    own, exact = parts[ranks.index], ranks.index if [*order].count(order[ranks.index]) == 1 else None
     if wire is not None:
         kept = own.new_empty(wire.nbytes(own.numel()), dtype=torch.uint8)  # This rank sends itself nothing.
-        given = torch.cat([kept if n == ranks.index else wire.encode(part) for n, part in enumerate(parts)])
+        given = torch.cat([kept if n == exact else wire.encode(part) for n, part in enumerate(parts)])
     elif list(order) != [*range(len(parts))]:
         given = torch.cat(parts)
     received = torch.empty_like(given)
@@ -115,7 +115,7 @@ def sum_parts(ranks: ProcessSet, grads: torch.Tensor, order: Sequence[int], out:
                 return
             total = torch.zeros_like(out)
             for n, each in enumerate(found):
-                if n == ranks.index:
+                if n == exact:
                     total.add_(own)
                 else:
                     wire.add(each, total)

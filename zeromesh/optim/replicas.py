@@ -41,8 +41,7 @@ class ReplicaGroups:
         """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         self.wire, self.note = _choose_wire(mesh, sum(each.length for each in buckets if each.divided), options)
         """The codec of parameters of replicas that divide states; the note says why."""
-        rounds = self.wire is None and options.precision.reduce.itemsize < options.precision.sums.itemsize
-        self._wire_of_sums = WireCodec(name="bfloat16") if rounds else self.wire
+        self._wire_of_sums = self.wire or _wire_without_codec(options)
         if mesh.model_size == 1:
             return
         rows = mesh.world.gather_json(sorted({bucket.shared_by for bucket in buckets} - {()}), "who shares parameters")
@@ -105,8 +104,13 @@ def _choose_wire(mesh: Mesh, elements: int, options: ZeroOptions) -> tuple[Wire,
     return best, between.format(best.name, f": {_cost(best, options)}{why}")
 
 
+def _wire_without_codec(options: ZeroOptions) -> Wire:
+    """Return how sums travel without `parallel.wire`."""
+    return WireCodec(name="bfloat16") if options.precision.reduce.itemsize < options.precision.sums.itemsize else None
+
+
 def _cost(wire: WireCodec, options: ZeroOptions) -> str:
-    exact = options.precision.sums.itemsize + options.precision.compute.itemsize
+    exact = options.precision.reduce.itemsize + options.precision.compute.itemsize
     saved = 1 - 2 * wire.nbytes(1 << 20) / (exact << 20)
     return f"{saved:.0%} fewer bytes, each value off by at most {wire.error}"
 
@@ -121,7 +125,7 @@ def _seconds(mesh: Mesh, numel: int, wire: Wire, options: ZeroOptions) -> float:
         accelerator.synchronize(mesh.device)
         mesh.world.barrier("trial of codecs")
         began = time.perf_counter()
-        sum_parts(ranks, gradient, range(ranks.size), gradient[:numel], wire).finish()
+        sum_parts(ranks, gradient, range(ranks.size), gradient[:numel], wire or _wire_without_codec(options)).finish()
         encoded = None if wire is None else wire.encode(gradient[:numel] - values[:numel])
         gather_parts(ranks, values, own, wire, encoded)()
         accelerator.synchronize(mesh.device)

@@ -16,7 +16,7 @@ from tests.distributed.trainer.context_cases import KINDS as CONTEXT_KINDS
 from tests.distributed.trainer.expert_cases import KINDS as EXPERT_KINDS
 from tests.support.architecture_cases import differences
 from tests.support.plain import calling, error_of, fitted
-from tests.support.trainer_cases import digest, lines_of, llama, seeded, sentences, settings
+from tests.support.trainer_cases import digest, gpt2, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.comm.wire import WireCodec, sum_parts
 from zeromesh.errors import ConfigError
@@ -126,6 +126,13 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
     for line in lines_of(Path(folder, wire)):
         found = line["communication"]["replicate"]
         assert found["reduce-scatter"]["bytes"] == found["all-gather"]["bytes"] == sum(map(codec.nbytes, sizes))
+
+
+def held_alike(mesh: Mesh, folder: str, axes: Mapping[str, Any], precision: Mapping[str, str] = SINGLE) -> None:
+    """What tensor ranks or stages have a copy of each stays the same on all, though each rank adds another gradient to its sum."""
+    config = settings(folder, precision=precision, parallel={"replicate": 2, **axes}, zero={"replicas": "divided"})
+    compare = calling(on_step_end=lambda trainer, *_: trainer.check_weights())
+    fitted(seeded(gpt2 if "pipeline" in axes else llama), config, sentences(), callbacks=[compare])
 
 
 def own_part(mesh: Mesh, folder: str) -> None:

@@ -49,6 +49,8 @@ test_what_replicas_send_is_encoded = pytest.mark.sampled(2)(
             row(2, "encoded", FULL, wire="bfloat16", bound=2.0**-8),
             row(2, "encoded", FULL, wire="int8", bound=0.5 / 127, offload=FILES),
             row(2, "encoded", wire="int8", bound=0.5 / 127, offload={"parameters": {"tier": "file", "fraction": 0.7}}),
+            row(4, "held_alike", axes={"tensor": 2, "sequence": True, "transport": "gloo", "wire": "int8"}),
+            row(4, "held_alike", axes={"pipeline": 2}, precision={**NARROW, "reduce": "bfloat16"}),
             row(2, "refused", wire="int8", said=f"parallel.wire: {SENT}, and {HERE}", zero={"replicas": "divided"}),
             row(2, "automatic"),
             row(2, "left_alone"),
