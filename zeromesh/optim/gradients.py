@@ -384,6 +384,8 @@ class GradientShards:
     def prefetch(self, bucket: Bucket) -> None:
         """Start to read the sum of earlier microbatches if it is offloaded. A shard without lasting memory gets it now, before its
         block is recomputed, since it would leave holes between what the recomputation allocates."""
+        if bucket.grad is not None and bucket.grad.numel() < bucket.held.length:  # The part of a step that is computed again.
+            self.drop(bucket)
         if bucket.grad is not None or id(bucket) in self._arriving:
             return
         if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:

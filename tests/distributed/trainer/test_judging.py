@@ -6,6 +6,7 @@ from tests.support.tables import row, tried
 
 FULL = pytest.mark.full
 NAN_BITS, HIGH, LOW = 64, 62, 3  # as in the cases
+WHOLE = {"global_size": 8, "micro_size": 4}  # One microbatch a step on two ranks.
 AUDIT = {"spike_factor": 0.0, "audit_steps": 7}
 
 test_data_are_passed_over = pytest.mark.sampled(2)(
@@ -19,6 +20,7 @@ test_data_are_passed_over = pytest.mark.sampled(2)(
             row(2, "passed_over", batch={"global_size": 8, "micro_size": 2, "balance": [3, 1]}),
             row(2, "passed_over", FULL, zero={"stage": 1}),
             row(4, "passed_over", parallel={"tensor": 2}),
+            row(2, "passed_over", zero={"stage": 3, "replicas": "divided"}, parallel={"replicate": 2}, batch=WHOLE),
             row(2, "passed_over", FULL, zero={"stage": 3}, offload={"optimizer": "host", "gradients": "host"}),
             row(2, "passed_over", FULL, zero={"stage": 2}, offload={"optimizer": "file", "gradients": "file"}),
             row(2, "passed_over", FULL, zero={"stage": 3}, parallel={"transport": "gloo"}),
