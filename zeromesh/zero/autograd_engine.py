@@ -269,9 +269,10 @@ class AutogradPasses(Passes):
         if self.step.used:
             self.step = StepGradients(mixed=True)
         step = self.step
-        if step.clipped:
-            why = "the gradients of this step have been clipped, and another backward would add to them"
-            cure = "clip after the last backward of a step, or call optimizer.zero_grad() before the next one"
+        if step.clipped or (step.closed and any(ranks.size > 1 for ranks in self.gradients.replicas.sets.values())):
+            done, do = ("clipped", "clip") if step.clipped else ("summed over all ranks to be read", "read them")
+            why = f"the gradients of this step have been {done}, and another backward would add to them"
+            cure = f"{do} after the last backward of a step, or call optimizer.zero_grad() before the next one"
             raise PhaseError(f"{why}; {cure}")
         accumulation = self._options.accumulation
         if step.backwards >= accumulation > 1:

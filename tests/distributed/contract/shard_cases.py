@@ -493,6 +493,22 @@ def refused(mesh: Mesh, stage: int) -> None:
     assert apart(ours, plain) < EXACT
 
 
+def read_between(mesh: Mesh, stage: int, counts: bool = True, **options: Any) -> None:
+    """Gradients that are read between two backwards of a step count once, or the second backward is refused."""
+    ours, plain = sides(mesh, stage, accumulation=2, **options)
+    ours.backward(0)
+    ours.optimizer.gradient("head.weight")
+    if not counts:
+        _says("have been summed over all ranks to be read", lambda: ours.backward(0))
+        ours.optimizer.zero_grad()
+        ours.backward(0)
+    for side in (ours, plain, plain):
+        side.backward(0)
+    for side in (ours, plain):
+        side.finish()
+    assert apart(ours, plain) < 1e-12
+
+
 def deferred(mesh: Mesh, stage: int) -> None:
     with torch.device("meta"):
         model = llama()

@@ -54,6 +54,9 @@ test_other_loops_copies_and_refusals = tried(
     [
         *(row(2, case, stage=3) for case in ("adversaries", "averages", "deferred")),
         row(1, "averages", stage=0),
+        row(2, "read_between", stage=3),
+        row(2, "read_between", stage=1),
+        row(2, "read_between", stage=3, counts=False, parallel={"replicate": 2}),
         *(row(2, case, stage=stage) for case in ("refused", "forgotten") for stage in (1, 3)),
         row(2, "copies"),
         *(row(ranks, "evaluated") for ranks in (1, 2)),
