@@ -247,19 +247,17 @@ class Bucket:
 
     def share_copy(self, wire: Wire = None, encoded: torch.Tensor | None = None) -> Callable[[], None]:
         """Start to gather a shard that replicas divide, of which each has written its part, or with a codec has `encoded` what it
-        differs by; returns a call that waits for it."""
+        differs by; returns a call that waits for it. One that rests elsewhere is there at once, as all would not fit in memory."""
         copy, device = self.copy, self.buffer.full.device
         if copy is None or not self.divided:
             return lambda: None
         whole = copy.load(device)  # Only here is a copy needed that rests elsewhere.
         wait = gather_parts(self.group.replicas, whole, self.interval.after(self.held.start), wire, encoded)
-
-        def finish() -> None:
-            wait()
-            if copy.whole(device) is None:
-                copy.write(0, whole).wait()
-
-        return finish
+        if copy.whole(device) is not None:
+            return wait
+        wait()
+        copy.write(0, whole).wait()
+        return lambda: None
 
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         on_use = staticmethod(self.use_callback)
