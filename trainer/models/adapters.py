@@ -273,7 +273,8 @@ def _frozen_values(
 ) -> Callable[[str], torch.Tensor]:
     """Return a function that reads a parameter of the base model in its dtype, which may be written to. Those that are `encoded`
     once PEFT has put a layer around theirs have the values that the run computes with in the dtype `compute`."""
-    parameters, decoded = dict(base.named_parameters()), set[str]()
+    parameters, decoded = dict(base.named_parameters(remove_duplicate=False)), set[str]()
+    first = {each: name for name, each in base.named_parameters()}  # A tied one is in the source once.
     for name in () if encoded is None else encoded_names(base, replace(encoded, skip=()), of_experts=False):
         later = f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"
         if encoded is not None and not any(fnmatchcase(later, pattern) for pattern in encoded.skip):
@@ -281,6 +282,7 @@ def _frozen_values(
 
     def read(name: str) -> torch.Tensor:
         like = parameters[name]
+        name = first[like]
 
         def part(start: int, end: int) -> torch.Tensor:
             return source.read(name, start, end).to(device="cpu", dtype=compute)
