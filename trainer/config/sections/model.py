@@ -8,23 +8,10 @@ from zeromesh.settings.keys import Allowed, CodecName, ConvertedBy, Count, Fract
 from zeromesh.trainer.config.sections.base import Named, NamedFunction, PythonName, Section, Texts
 
 Head = Literal[
-    "causal_lm",
-    "masked_lm",
-    "seq2seq_lm",
-    "sequence_classification",
-    "token_classification",
-    "question_answering",
-    "multiple_choice",
-    "next_sentence_prediction",
-    "image_classification",
-    "video_classification",
-    "semantic_segmentation",
-    "image_text_to_text",
-    "audio_classification",
-    "speech_seq2seq",
-    "ctc",
-    "base",
-]
+    "causal_lm", "masked_lm", "seq2seq_lm", "sequence_classification", "token_classification", "question_answering",
+    "multiple_choice", "next_sentence_prediction", "image_classification", "video_classification", "semantic_segmentation",
+    "image_text_to_text", "audio_classification", "speech_seq2seq", "ctc", "base",
+]  # fmt: skip
 """Values of `model.head`; `base` is the model without a head, which needs a `compute_loss`."""
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
@@ -35,15 +22,9 @@ AUTO_CLASSES: dict[Head, str] = {
 """The class of transformers for each head, such as AutoModelForCausalLM."""
 
 DEFAULT_MODEL: dict[str, JsonValue] = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 688,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
 
 
 class LoraSection(Section):

@@ -29,7 +29,7 @@ class BatchSection(Section):
         Literal["even", "speed"] | keys.Listed[tuple[keys.Positive, ...]], keys.Allowed("even, speed or a list of positive numbers")
     ] = "even"
     """The samples that data ranks take of each round of microbatches: `micro_size` each (even), in the proportions of a list with a
-    number for each, or by measured speed, at most twice `micro_size` (speed); the result is the same. `shares` is another name."""
+    number for each, or by measured speed, at most twice `micro_size` (speed); the result is the same. Or `shares`, alone."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
