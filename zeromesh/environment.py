@@ -8,11 +8,13 @@ import re
 import signal
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from zeromesh.errors import ConfigError
 
@@ -162,32 +164,44 @@ def handed_over(name: str) -> int | None:
     return int(descriptor) if pid == str(os.getpid()) else None
 
 
-_READ: dict[str, str] = {}
+READ: dict[str, str] = {}  # what this process has read by `file_as_launched`, for the ranks that it launches
+_READINGS: Counter[str] = Counter()
 
 
 def file_as_launched(path: Path, most: int = -1) -> bytes:
-    """Return a file that the command names, up to `most` bytes: in a worker as its launcher has read it, since it may have been
-    edited while others train. Raises `OSError`."""
-    name = os.path.abspath(path)
-    if handed_over(LINE) is not None and name in (handed := _handed_files()):
-        return handed[name].encode("latin-1")
+    """Return a file that the command or its script names, up to `most` bytes: in a worker as its launcher has read it, since it may
+    have been edited while others train, and in one that starts later as the first ones have. Raises `OSError`."""
+    key = name = os.path.abspath(path)
+    kept, handed = _handed_files() if handed_over(LINE) is not None else (None, {})
+    for line in kept or ():  # What others have added.
+        with suppress(ValueError):  # A rank was killed while it wrote.
+            handed.update({**json.loads(line), **handed})
+    if kept is not None and name not in handed:
+        _READINGS[name] += 1  # A script may write a file anew, and read it again.
+        key = f"{name} {_READINGS[name]}"
+    if key in handed and (key == name or setting(RECOVERS) or number_of_start()):
+        return handed[key].encode("latin-1")
     with path.open("rb") as file:
         content = file.read(most)
-    _READ[name] = content.decode("latin-1")
+    if kept is None:
+        READ[name] = content.decode("latin-1")
+    elif key not in handed:
+        with open(kept.name, "ab", buffering=0) as file:
+            file.write(b"\n" + json.dumps({key: content.decode("latin-1")}).encode())
     return content
 
 
 def files_handed_on() -> dict[str, str]:
-    """Return the variable by which workers find what `file_as_launched` has read here."""
-    os.write(descriptor := os.memfd_create("files"), json.dumps(_READ).encode())
+    """Return the variable by which workers find what is `READ` here, and add to it what they read."""
+    os.write(descriptor := os.memfd_create("files"), json.dumps(READ).encode())
     return {FILES: f"/proc/{os.getpid()}/fd/{descriptor}"}
 
 
 @cache
-def _handed_files() -> dict[str, str]:
+def _handed_files() -> tuple[IO[bytes] | None, dict[str, str]]:
     with suppress(OSError):  # There are none in another container, or where a program starts ranks by itself.
-        return dict(json.loads(Path(setting(FILES) or "").read_bytes()))
-    return {}
+        return open(setting(FILES) or "", "rb"), {}
+    return None, {}
 
 
 def launched_by(pid: int) -> dict[str, str]:

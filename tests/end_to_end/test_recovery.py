@@ -90,6 +90,8 @@ class Faults(TrainerCallback):
                 mark.touch()
                 if asked.get("edits"):
                     Path(__file__).write_text("raise RuntimeError('another script')")
+                    (folder / "module.py").write_text("VALUE = 2")
+                    (folder / "config.json").unlink()
                 while how == "wait" and not (folder / "go on").exists():
                     time.sleep(0.01)
                 if how != "wait":
@@ -201,6 +203,15 @@ if asked.get("first") == "fails":
     ):
         trainer.fit()
 callbacks = [faults, *[EarlyStoppingCallback(1)] * ("stops" in asked)]
+if asked.get("edits"):
+    if not (folder / "struck-0").exists():
+        for name, text in (("config.json", json.dumps(settings)), ("module.py", "VALUE = 1")):
+            (own := folder / f"{rank}-{name}").write_text(text)
+            own.rename(folder / name)
+    from module import VALUE
+
+    assert VALUE == 1
+    settings = folder / "config.json"
 with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=callbacks) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()
@@ -734,7 +745,7 @@ def test_an_evaluation_that_ends_an_epoch_counts_once(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(found, "evaluations.jsonl")] == [2, 4, 6, 8]
 
 
-def test_a_script_is_edited_while_it_runs(undisturbed_run: Run, tmp_path: Path) -> None:
+def test_a_script_and_its_configuration_are_edited_while_it_runs(undisturbed_run: Run, tmp_path: Path) -> None:
     """The new process computes what the others do."""
     found = run(tmp_path, (5, 1, "SIGKILL"), edits=True)
     assert found.went_well(undisturbed_run)

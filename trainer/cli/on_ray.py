@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zeromesh.environment import SECRET, export, setting
+from zeromesh.environment import READ, SECRET, export, setting
 from zeromesh.errors import ConfigError, counted, errors_as
 from zeromesh.launch.leader import Leader, Nodes, Notify, Result
 from zeromesh.launch.messages import REST_SECONDS
@@ -29,10 +29,11 @@ class RayLauncher:
     """The launcher of one node's ranks, in an actor of Ray."""
 
     def run(self, work: tuple[Any, ...], directory: str, variables: Mapping[str, str], notify: Notify) -> Result:
-        """Run `work`, Python's arguments, the number of ranks and the `Nodes`, until the run is over or its leader is gone."""
+        """Run `work`, Python's arguments, how many ranks, the `Nodes` and files as read, until the run is over or leaderless."""
         os.chdir(directory)
         export(variables)
-        arguments, processes, nodes = work
+        arguments, processes, nodes, files = work
+        READ.update(files)
         with noted_signals() as requests:
             return run_starts(arguments, Follower(nodes, processes, notify, lambda: bool(requests.first)), requests)
 
@@ -70,7 +71,7 @@ def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mappin
     theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
 
     def ask(each: Any) -> Any:
-        return each.run.remote((argv, processes, theirs), os.getcwd(), sent, notify)
+        return each.run.remote((argv, processes, theirs, READ), os.getcwd(), sent, notify)
 
     def stopped() -> bool:
         """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""

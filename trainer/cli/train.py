@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, SourceFileLoader
 from itertools import islice
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -37,8 +37,7 @@ from zeromesh.trainer.formatting import print_lines, wrapped
 from zeromesh.trainer.monitoring.step_metrics import CONFIG, STARTS, StartTimes, read_metrics
 
 FORWARDED = (
-    "OMP_NUM_THREADS",
-    environment.INTERFACE,
+    *("PYTHONPATH", "OMP_NUM_THREADS", environment.INTERFACE),
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
@@ -216,14 +215,17 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     from zeromesh.launch.rendezvous import launch_workers
 
-    with environment.kept_environment({environment.BEGAN: str(options.began), **environment.files_handed_on()}):
+    with environment.kept_environment({environment.BEGAN: str(options.began)}):
         return launch_workers(_worker_arguments(options), processes=processes, notify=say, **keywords)
 
 
 class _Script(SourceFileLoader):
-    """Loads a script as the launcher has read it."""
+    """Loads a script as the launcher has read it, and makes modules beside it load as the first ranks have read them."""
 
     def get_code(self, fullname: str) -> CodeType:
+        folder = str(Path(self.path).resolve().parent)
+        loaders = ((ExtensionFileLoader, EXTENSION_SUFFIXES), (_Script, SOURCE_SUFFIXES))
+        sys.path_importer_cache[folder] = FileFinder(folder, *loaders)
         return self.source_to_code(environment.file_as_launched(Path(self.path)), self.path)
 
 

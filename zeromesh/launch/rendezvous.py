@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from zeromesh.environment import SECRET, RankRange, export, setting, worker_environment
+from zeromesh.environment import SECRET, RankRange, export, files_handed_on, setting, worker_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.leader import ALONE, Leader, Nodes, Notify, Result, Stop, Stopped
@@ -253,18 +253,18 @@ def run_starts(
     arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, modules: Sequence[str] = TRAINER
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
-    nursery, ranks = None, RankProcesses(arguments)
+    nursery, ranks, files = None, RankProcesses(arguments), files_handed_on()
     requests.holds, requests.show = lambda: bool(ranks.recover) and not others.waits, others.notify
     try:
         if others.processes:
-            nursery = Nursery(modules, worker_environment(others.processes, alone=False), others.notify)
+            nursery = Nursery(modules, worker_environment(others.processes, alone=False) | files, others.notify)
             # Ranks that rest for a host that joins their run do not wait for its imports.
             while isinstance(others, Follower) and not (nursery.ready or requests.first):
                 nursery.receive(TICK_SECONDS)
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
             if nursery is None or nursery.lost:
-                shared = worker_environment(found.processes, alone=False)
+                shared = worker_environment(found.processes, alone=False) | files
                 nursery = Nursery(modules if found.processes else (), shared, others.notify)
             failure = _run(ranks, found, others, requests, nursery)
             if failure is not None and failure.distance == 2 and failure.exit_code not in STOPPED and requests.passed_on == 1:

@@ -395,9 +395,18 @@ def test_ranks_read_the_files_of_the_command_as_they_were_at_its_start(monkeypat
     environment._handed_files.cache_clear()
     assert environment.file_as_launched(first) == b"lr: 1"
     assert environment.file_as_launched(other) == b"lr: 2", "which the launcher has not read"
+    other.write_text("lr: 3")
+    assert environment.file_as_launched(other) == b"lr: 3", "which a script may write anew"
+    other.unlink()
+    environment._READINGS.clear()  # In another process,
+    environment._handed_files.cache_clear()
+    monkeypatch.setenv(environment.RECOVERS, "1")  # which takes the place of this one.
+    assert [environment.file_as_launched(each) for each in (first, other, other)] == [b"lr: 1", b"lr: 2", b"lr: 3"]
+    other.write_text("lr: 4")
+    assert environment.file_as_launched(other) == b"lr: 4", "which nobody has read before"
     monkeypatch.setenv(environment.FILES, str(tmp_path / "absent"))
     environment._handed_files.cache_clear()
-    assert environment.file_as_launched(other) == b"lr: 2"
+    assert environment.file_as_launched(other) == b"lr: 4"
     environment._handed_files.cache_clear()
 
 
