@@ -55,6 +55,7 @@ def test_a_step_has_two_rounds_and_an_incomplete_one(micro: int, data: int, batc
         ({"zero": {"stage": 2}, "optimizer": {"lr": 0.5}}, {"zero.stage": 2, "optimizer.lr": 0.5}),
         ({}, {"run.clip_norm": 0.5, "model.tile_tokens": None}),
         ({"optimizer": {"expert_bias_rate": 0.1}}, {"optimizer.expert_bias_rate": 0.0}),
+        ({"recovery": {"audit_steps": 2, "spike_factor": 9.0}}, {"recovery.audit_steps": 0, "recovery.spike_factor": 0.0}),
         ({"model": {"tile_tokens": 4096}}, {"model.tile_tokens": 5}),
         ({"model": {"lora": {"rank": 2, "dropout": 0.5}}}, {"model.lora.dropout": 0.0, "model.lora.rank": 2}),
     ],
