@@ -172,12 +172,10 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
             if id(parameter) not in made:
                 empty = torch.empty_like(parameter, dtype=compute if parameter.dtype == main else parameter.dtype, device="meta")
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            undo.callback(module._parameters.__setitem__, leaf, parameter)
-            module._parameters[leaf] = made[id(parameter)]
+            undo.callback(override(module._parameters, leaf, made[id(parameter)]))
         for leaf, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
-                undo.callback(module._buffers.__setitem__, leaf, buffer)
-                module._buffers[leaf] = torch.empty_like(buffer, device="meta")
+                undo.callback(override(module._buffers, leaf, torch.empty_like(buffer, device="meta")))
 
 
 def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
@@ -201,9 +199,7 @@ def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, s
         if len(kept) == len(own):
             continue
         parent_path, _, leaf = path.rpartition(".")
-        modules = model.get_submodule(parent_path)._modules
-        undo.callback(modules.__setitem__, leaf, module)
-        modules[leaf] = nn.ModuleList(kept)
+        undo.callback(override(model.get_submodule(parent_path)._modules, leaf, nn.ModuleList(kept)))
         configs = {id(each): each for every in model.modules() if (each := getattr(every, "config", None)) is not None}
         for config in configs.values():
             if getattr(config, "num_hidden_layers", None) == len(own):
