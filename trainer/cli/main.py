@@ -231,7 +231,3 @@ def config_keys() -> Iterator[tuple[str, list[str]]]:
         if info.annotation is int and low is not None and high is not None and high - low < _MOST_NUMBERS:
             words = [str(number) for number in range(low, high + 1)]
         yield path, words
-
-
-if __name__ == "__main__":
-    sys.exit(main())
