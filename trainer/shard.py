@@ -62,7 +62,6 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
 """The attribute of a partitioned model that has its `ShardedModel`, so that the engine lives as long as the model."""
-_STORABLE = (bool, int, float, str, type(None), list, tuple, Mapping, torch.Tensor)  # values of groups in a checkpoint
 
 
 @dataclass(kw_only=True)
