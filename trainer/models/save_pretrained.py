@@ -100,8 +100,7 @@ def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
             own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             undone.callback(override(each, "state_dict", lambda own=own: own))
         for name, each in [*prompts.items()]:
-            prompts[name] = copy_with(each, tensors, f"prompt_encoder.{name}.")
-            undone.callback(prompts.__setitem__, name, each)
+            undone.callback(override(prompts._modules, name, copy_with(each, tensors, f"prompt_encoder.{name}.")))
         yield
 
 
