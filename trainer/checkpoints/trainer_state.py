@@ -34,7 +34,6 @@ _NOT_COMPARED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"
 """Keys of a model's configuration that do not affect its computation."""
 Goal = Literal["lowest", "highest"]
 
-
 _PAIRS = TypeAdapter(list[tuple[str | int | float | None, Any]])
 _MADE: dict[str, Callable[[Any], Any]] = {  # what JSON does not have, by its only key; the first as in transformers' configurations
     "__float__": lambda text: float(str(text)),

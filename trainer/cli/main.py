@@ -182,8 +182,6 @@ _ARGUMENT_PARSERS: dict[str, Callable[[str], Any]] = {
     "interval": _number_in(float, "are seconds from 0.1 to 86400", 0.1, 86400),
     "silence": _number_in(float, "are seconds from 1 to 86400", 1, 86400),
 }
-
-
 _MOST_NUMBERS = 10  # that a range of integers may have, to be completed one by one
 
 

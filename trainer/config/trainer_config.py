@@ -121,7 +121,6 @@ class CoreDumper(yaml.SafeDumper):
 
 CoreDumper.add_representer(str, CoreDumper.represent_text)
 
-
 _UNKNOWN_LENGTH = 1 << 50  # steps, more than any warm-up or decay
 _POLYNOMIAL_END = 1e-7  # the final learning rate of transformers' polynomial schedule
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")

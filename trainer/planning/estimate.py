@@ -78,8 +78,6 @@ _OVERHEAD_LAUNCHES = 400
 """Launches that the engine and the loop add to a forward or backward, measured with `scripts/benchmarks/bench_plan.py`."""
 _ESTIMATED_RANKS = 4  # The number of first pipeline ranks whose memory is estimated, beside the last one.
 _PEAK_ROUNDS = 4  # The rounds of microbatches after which the memory of activations has reached its peak.
-
-
 _schedule_of = lru_cache(4096)(make_schedule)
 
 

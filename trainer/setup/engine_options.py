@@ -53,7 +53,6 @@ _ALL_TRAINED = (
     "what is not trained (model.train, or requires_grad_(False)), or set this to null"
 )
 
-
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 

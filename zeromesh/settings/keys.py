@@ -54,8 +54,6 @@ def int_if_whole(value: object) -> object:
 
 
 _Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
-
-
 Listed = Annotated[_Tuple, ConvertedBy(lambda value: tuple(value) if isinstance(value, list) else value)]
 """The type of a tuple that files write as a list."""
 Number = Annotated[float, ConvertedBy(_number_from_text)]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch import nn
     from torch.optim import Optimizer
 
-
 OPTIMIZERS = {
     **{name.lower(): f"torch.optim:{name}" for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RAdam")},
     **{name.lower(): f"torch.optim:{name}" for name in ("Adamax", "Adadelta")},

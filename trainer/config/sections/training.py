@@ -45,8 +45,6 @@ class BatchSection(Section):
 DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
 Column = Literal[*COLUMNS]  # type: ignore[valid-type]
 Columns = Annotated[dict[Column, keys.Text], keys.Allowed("a mapping of columns to their names in the files")]
-
-
 Source = keys.Text | Texts | Named
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), Predicate(lambda name: name != "python")]
 Sources = Annotated[dict[SetName, Source], Field(min_length=1)]

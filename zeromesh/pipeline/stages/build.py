@@ -24,7 +24,6 @@ from zeromesh.units.plan import names_by_parameter, without_adapters
 if TYPE_CHECKING:
     from zeromesh.tensor.layers import SequenceShares
 
-
 BALANCE = "load_balancing_loss_func"
 """The function of transformers' modules that balances experts by the router logits of all layers."""
 
