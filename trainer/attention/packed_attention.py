@@ -125,10 +125,8 @@ class PackedAttention:
             return batch
         kinds = {each.kind for each in signature(type(inside).forward).parameters.values()}
         if "flash" not in name or Parameter.VAR_KEYWORD not in kinds:
-            raise ConfigError(
-                f"{type(inside).__name__}.forward hands nothing on to {name}, which would see the documents of a sequence as "
-                "one; set data.separate_documents: false, or model.attention: sdpa"
-            )
+            why = f"{type(inside).__name__}.forward hands nothing on to {name}, which would see the documents of a sequence as one"
+            raise ConfigError(f"{why}; set data.separate_documents: false, or model.attention: sdpa")
         length = documents.length
         places = ((row * length, at) for row, begin, end, _ in documents.spans for at in (0, begin, end))
         starts = {first + at for first, at in places if at < length}
@@ -311,10 +309,8 @@ def padded_batch(batch: _Batch, multiple: int) -> dict[str, Any]:
             continue
         dim = _sequence_dim(name, value)
         if value.dim() < 2 or value.shape[dim] != length:
-            raise DataError(
-                f"{name} has shape {list(value.shape)}, and goes not along the {length} tokens of sequences that ranks share "
-                "(parallel.context); leave the field out, or set parallel.context: 1"
-            )
+            why = f"{name} has shape {list(value.shape)}, and goes not along the {length} tokens of sequences that ranks share"
+            raise DataError(f"{why} (parallel.context); leave the field out, or set parallel.context: 1")
         if name == "position_ids":  # Padding is a document of its own, so that no position is beyond what a model has.
             found[name] = torch.cat([value, torch.arange(more, dtype=value.dtype).expand(*value.shape[:-1], more)], -1)
         else:

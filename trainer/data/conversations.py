@@ -189,11 +189,10 @@ class Renderer:
         through = text if end == len(messages) else self._apply(row, messages[:end])[0]
         if text.startswith(through) and through.startswith(before):
             return len(before), len(through)
-        raise DataError(
-            f"{row.where}: the chat template writes the messages before an answer otherwise when the answer follows, so where the "
-            "answer begins and ends cannot be told; put {% generation %} and {% endgeneration %} around the assistant's turns in "
-            "a copy of the template (data.chat_template), or set data.loss_on: all"
-        )
+        why = "the chat template writes the messages before an answer otherwise when the answer follows"
+        turns = "put {% generation %} and {% endgeneration %} around the assistant's turns"
+        cure = f"{turns} in a copy of the template (data.chat_template), or set data.loss_on: all"
+        raise DataError(f"{row.where}: {why}, so where the answer begins and ends cannot be told; {cure}")
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:

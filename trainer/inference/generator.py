@@ -183,10 +183,9 @@ class Generator(ModelOnMesh):
         results = _Results(requests, placed, on_results)
         self._generate(requests, [settings for _, settings in checked], fields, batch, results)
         if missing := results.missing:
-            raise errors.NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(results.complete)} have a result, given to on_results. Check the weights, or set precision.compute: float32"
-            )
+            why = f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}"
+            others = f"the other {len(results.complete)} have a result, given to on_results"
+            raise errors.NonFiniteError(f"{why}; {others}. Check the weights, or set precision.compute: float32")
         return [results.complete[request.number] for request in requests]
 
     def _generate(

@@ -78,10 +78,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.
         for name in ("deepspeed", "fsdp", "megatron_lm"):
             if named.get(f"{name}_plugin") or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}"):
-                raise ConfigError(
-                    f"{name}_plugin or accelerate's configuration partitions models by {name}; leave it out and give "
-                    'zeromesh={"zero": {"stage": 3}} instead'
-                )
+                cure = 'leave it out and give zeromesh={"zero": {"stage": 3}} instead'
+                raise ConfigError(f"{name}_plugin or accelerate's configuration partitions models by {name}; {cure}")
         super().__init__(*arguments, **named)
         self._config = load_config(zeromesh, consent=Consent.GIVEN)
         own = self._config.precision
@@ -332,10 +330,9 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
     def stored(model: Any, /, save_directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
         if state_dict is None and is_sharded(model):
             if accelerator.num_processes > 1 and "is_main_process" not in named:
-                raise ConfigError(
-                    "save_pretrained gathers a model of all ranks: call it on all of them, with "
-                    "is_main_process=accelerator.is_main_process, or pass state_dict=accelerator.get_state_dict(model)"
-                )
+                why = "save_pretrained gathers a model of all ranks: call it on all of them"
+                how = "with is_main_process=accelerator.is_main_process, or pass state_dict=accelerator.get_state_dict(model)"
+                raise ConfigError(f"{why}, {how}")
             state_dict = accelerator.get_state_dict(model)
             if not accelerator.is_main_process:
                 return

@@ -92,10 +92,8 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         names, kept = set(self.lightning_module.state_dict(keep_vars=True)), checkpoint["state_dict"]
         changed = [each for each, value in kept.items() if each not in names or not value.is_meta]
         if changed:
-            raise ConfigError(
-                f"a hook on_save_checkpoint has put {some(changed, 4)} into state_dict, whose weights are divided among ranks; it "
-                "may delete entries alone: keep values of its own under another key of the checkpoint"
-            )
+            why = f"a hook on_save_checkpoint has put {some(changed, 4)} into state_dict, whose weights are divided among ranks"
+            raise ConfigError(f"{why}; it may delete entries alone: keep values of its own under another key of the checkpoint")
         directory, name = Path(filepath), f"lightning-{checkpoint['global_step']}.ckpt"
         super().save_checkpoint(checkpoint, directory / name, storage_options)
         state, optimizer = {"lightning": name}, next(iter(self.optimizers), None)

@@ -184,10 +184,9 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
             raise ConfigError(f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; {cure}")
         change = LogitChange(scale=scale, cap=cap or 0.0)
         if verdict.change is not None and not change.close_to(verdict.change):
-            raise ConfigError(
-                f"TRL reads in the configuration of {type(inside).__name__} that it changes its logits by {change}, and a trial "
-                f"finds {verdict.change}; TRL's trainers cannot train it right, those of zeromesh and transformers can"
-            )
+            why = f"TRL reads in the configuration of {type(inside).__name__} that it changes its logits by {change}"
+            cure = "TRL's trainers cannot train it right, those of zeromesh and transformers can"
+            raise ConfigError(f"{why}, and a trial finds {verdict.change}; {cure}")
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 

@@ -268,10 +268,9 @@ def _example_loss(what: str) -> Loss:
             found = output[0] if isinstance(output, tuple | list) and output else getattr(output, "loss", output)
         if not isinstance(found, Tensor) or found.numel() != 1:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(
-                f"{type(model).__name__}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an "
-                "object with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
-            )
+            why = f"{type(model).__name__}.forward gave {shape} where a scalar loss was expected"
+            cure = "return the loss (a scalar, or an object with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
+            raise ConfigError(f"{why}; {cure}")
         return found.reshape(()) * count, output, count, _scalars_of(output)
 
     note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise"
@@ -284,10 +283,9 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
         number = int | float | str | Tensor
         whole = isinstance(result, tuple) and len(result) in (2, 3)
         if not whole or not isinstance(result[1], number) or not isinstance(result[-1], Mapping | number):
-            raise ConfigError(
-                f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
-                "number of targets, so that microbatches of different sizes add up: for a mean over n targets, return loss * n, n"
-            )
+            why = f"compute_loss returned a {type(result).__name__}; it must return (sum, count)"
+            what = "the sum of the losses and the number of targets, so that microbatches of different sizes add up"
+            raise ConfigError(f"{why}: {what}: for a mean over n targets, return loss * n, n")
         total, count, scalars = (*result, {})[:3]
         require_free_names(scalars, "compute_loss")
         if not isinstance(total, Tensor) or total.numel() != 1:
@@ -344,10 +342,9 @@ class TokenScorer:
         if is_adapted(model) and learns_prompts(model):
             reason = "its adapters learn prompts, which have no labels"
         if reason or verdict.route is None:
-            raise ConfigError(
-                f"the tokens of {type(model if inside is None else inside).__name__} cannot be scored without its logits, because "
-                f"{reason}; make a TokenScorer of a model before it is partitioned, or compute the loss from its logits"
-            )
+            whose = type(model if inside is None else inside).__name__
+            cure = "make a TokenScorer of a model before it is partitioned, or compute the loss from its logits"
+            raise ConfigError(f"the tokens of {whose} cannot be scored without its logits, because {reason}; {cure}")
         self._causal = verdict.causal
         self._fixed = {"use_cache": False} if "use_cache" in signature(type(inside).forward).parameters else {}
         self._head = ChunkedHead(model=inside, route=verdict.route, change=verdict.change or UNCHANGED)

@@ -160,11 +160,9 @@ def packed_batch(small: Any) -> dict[str, torch.Tensor]:
 def require_separate_documents(model: nn.Module) -> None:
     """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     if model not in _SEPARATE and (found := _difference(pretrained_of(model))):
-        raise ConfigError(
-            f"{type(pretrained_of(model) or model).__name__} {found}; set it to false, or for conversations and pairs "
-            "data.packing: false, which gives each a sequence of its own, and leave out a dataset's own position_ids that restart",
-            where="data.separate_documents",
-        )
+        apart = "data.packing: false, which gives each a sequence of its own"
+        cure = f"set it to false, or for conversations and pairs {apart}, and leave out a dataset's own position_ids that restart"
+        raise ConfigError(f"{type(pretrained_of(model) or model).__name__} {found}; {cure}", where="data.separate_documents")
     _SEPARATE.add(model)
 
 

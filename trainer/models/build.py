@@ -125,10 +125,8 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
         raise ConfigError(f"{path} is not a directory on this machine, and cannot be the name of a model on the Hub", where=where)
     at = f" at {revision}" if revision else ""
     offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
-    absent = (
-        f"{source!r} is neither a directory here ({path.absolute()}) nor a model{at} that can be had from "
-        f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: "
-    )
+    sources = f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}"
+    absent = f"{source!r} is neither a directory here ({path.absolute()}) nor a model{at} that can be had from {sources}: "
     which: dict[str, Any] = {"revision": revision, "allow_patterns": [*files], "ignore_patterns": ["*/*"]}
     with library_errors(where, absent):
         return Path(huggingface_hub.snapshot_download(source, **which, local_files_only=not download))
@@ -292,11 +290,8 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
     if type(made) in automatic._model_mapping or (trust_remote_code and automatic.__name__ in own_code):
         return automatic
     if automatic.__name__ in own_code:
-        raise ConfigError(
-            f"transformers has no {head} model of {made.model_type}, and the code that its directory brings is not run; read that "
-            "code, and set model.trust_remote_code: true to have it run",
-            where="model.source",
-        )
+        why = f"transformers has no {head} model of {made.model_type}, and the code that its directory brings is not run"
+        raise ConfigError(f"{why}; read that code, and set model.trust_remote_code: true to have it run", where="model.source")
     heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
     problem = f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known head'}"
     raise ConfigError(problem, where="model.head")

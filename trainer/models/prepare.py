@@ -79,24 +79,19 @@ def enable_activation_checkpointing(
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if mode == "none":
         if store is not None:
-            raise ConfigError(
-                "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
-                "recomputed blocks; set activation_checkpointing: block"
-            )
+            why = "none keeps all activations on the device, and their offload moves the inputs of recomputed blocks"
+            raise ConfigError(f"activation_checkpointing: {why}; set activation_checkpointing: block")
         own = [module for module in layers if module.gradient_checkpointing]
         functions = [getattr(module, "_gradient_checkpointing_func", None) for module in own]
         if any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions):
-            raise ConfigError(
-                "the model was made to checkpoint activations with use_reentrant=True, outside of backward; pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.activation_checkpointing: block"
-            )
+            why = "the model was made to checkpoint activations with use_reentrant=True, outside of backward"
+            cure = "pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.activation_checkpointing: block"
+            raise ConfigError(f"{why}; {cure}")
         return len(_innermost(own))
     by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
     if not (recomputed := _innermost(layers) if by_itself else list(blocks or ())):
-        raise ConfigError(
-            f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
-            "are known; set activation_checkpointing: none, or name the blocks"
-        )
+        why = f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that are known"
+        raise ConfigError(f"{why}; set activation_checkpointing: none, or name the blocks")
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=_selective_contexts)
@@ -399,10 +394,8 @@ def find_token_wise(model: nn.Module) -> TokenWise | str:
             found[key] = modules[0]
     if any(each.dim() > 1 for module in found.values() for each in module.parameters()):
         return found
-    return (
-        "in a trial on a small copy, no MLP in its blocks is one module that computes the same on a part of the tokens and has no "
-        "output that is read elsewhere, such as what routers choose"
-    )
+    why = "no MLP in its blocks is one module that computes the same on a part of the tokens"
+    return f"in a trial on a small copy, {why} and has no output that is read elsewhere, such as what routers choose"
 
 
 def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
@@ -446,10 +439,9 @@ def _run_tiled(forward: Callable[..., Any], module: nn.Module, tokens: int, /, *
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tokens:
         return forward(*args, **kwargs)
     if any(map(has_foreign_hooks, list(module.modules())[1:])):
-        raise PhaseError(
-            f"hooks inside a {type(module).__name__}, such as those of output_router_logits, would see {tokens:,} tokens at once, "
-            "without gradients; remove them, or set model.tile_tokens: null"
-        )
+        hooks = f"hooks inside a {type(module).__name__}, such as those of output_router_logits"
+        cure = "remove them, or set model.tile_tokens: null"
+        raise PhaseError(f"{hooks}, would see {tokens:,} tokens at once, without gradients; {cure}")
     return run_in_tiles(forward, [each for each in module.parameters() if each.requires_grad], tokens, x)
 
 

@@ -35,10 +35,9 @@ class QuantizedLayer(QuantizedTensors):
         state: dict[str, torch.Tensor] = module.state_dict(prefix=prefix)
         self._parts = {key: each.detach() for key, each in state.items() if key != f"{prefix}bias"}
         if len(self._parts) == 1:
-            raise LayoutError(
-                f"{weight} has no codes, which bitsandbytes makes when a layer is moved to its device; move the model first, "
-                "such as by model.to('cpu'), or load it by from_pretrained(quantization_config=BitsAndBytesConfig(...))"
-            )
+            why = f"{weight} has no codes, which bitsandbytes makes when a layer is moved to its device"
+            load = "from_pretrained(quantization_config=BitsAndBytesConfig(...))"
+            raise LayoutError(f"{why}; move the model first, such as by model.to('cpu'), or load it by {load}")
         if f"{prefix}SCB" not in state:
             self._parts[weight] = self._parts[weight].reshape(-1).view(torch.uint8)  # It may be stored as floats.
         self._specs = {key: spec_of(key, each) for key, each in self._parts.items()}
@@ -72,11 +71,10 @@ def make_plain(model: nn.Module) -> None:
     layers = {name: each for name, each in linear if type(each.weight).__name__ in ("Params4bit", "Int8Params")}
     for name, module in model.named_modules():
         if name not in layers and (kind := _form_of_codes(module)) is not None:
-            raise ConfigError(
-                f"{name or type(model).__name__} is quantized as {kind}, which is not decoded here; give the model in 16 bits "
-                "(model.weights of a configuration keeps frozen weights in 4 or 8), or in 4 bits of bitsandbytes "
-                "(BitsAndBytesConfig(load_in_4bit=True)); a table of integers is to be a buffer"
-            )
+            why = f"{name or type(model).__name__} is quantized as {kind}, which is not decoded here"
+            wide = "16 bits (model.weights of a configuration keeps frozen weights in 4 or 8)"
+            four = "4 bits of bitsandbytes (BitsAndBytesConfig(load_in_4bit=True))"
+            raise ConfigError(f"{why}; give the model in {wide}, or in {four}; a table of integers is to be a buffer")
     if not layers:
         return
     stored = {name: QuantizedLayer(module, name) for name, module in layers.items()}

@@ -38,11 +38,9 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     passes. With `sequence`, blocks exchange shards of the sequence."""
 
     def refused(reason: str, where: str = "parallel.tensor") -> ConfigError:
-        return ConfigError(
-            f"{type(model).__name__} would be divided by a plan, by the shapes of its layers or by your rules, and in a trial on a "
-            f"small copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1",
-            where=where,
-        )
+        what = f"{type(model).__name__} would be divided by a plan, by the shapes of its layers or by your rules"
+        cure = "give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1"
+        return ConfigError(f"{what}, and in a trial on a small copy {reason}; {cure}", where=where)
 
     by_shape = divides_by_shape(model)
     if not by_shape and not rules and not getattr(model, "tp_plan", None):

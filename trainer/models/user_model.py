@@ -32,10 +32,9 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
         else:
             break
     if parts := [name for name, module in inside.named_modules() if _is_compiled(module)]:
-        raise ConfigError(
-            f"{', '.join(parts[:3])}: torch.compile was applied to a part of the model, whose parameters are gathered around its "
-            "blocks; give the model as it is and set model.compile: true, which compiles each block"
-        )
+        why = "torch.compile was applied to a part of the model, whose parameters are gathered around its blocks"
+        cure = "give the model as it is and set model.compile: true, which compiles each block"
+        raise ConfigError(f"{', '.join(parts[:3])}: {why}; {cure}")
     return inside, compile_
 
 
@@ -57,19 +56,14 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
     require_adapters_fit(model, mesh.pipeline)
     divides, data = mesh.divides("layers") or mesh.divides("blocks"), mesh.world_size // mesh.model_size
     if divides and (hooked := hooked_parameters(model)):
-        raise ConfigError(
-            f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "
-            "parameters and gradients; set both to 1, or take the hook off"
-        )
+        why = "under parallel.tensor or parallel.pipeline a rank has but a part of parameters and gradients"
+        raise ConfigError(f"{hooked[0]} has a hook on its gradient, and {why}; set both to 1, or take the hook off")
     inside = pretrained_of(model) if trains and data > 1 else None
     values = {} if inside is None else dict(numbers(inside.config.to_dict()))
     if drops := {name: value for name, value in values.items() if name.endswith("layerdrop") and value > 0}:
         dropped = (f"{name.rpartition('.')[2]} is {value}" for name, value in drops.items())
-        raise ConfigError(
-            f"{', '.join(dropped)}: each of {data} data ranks would leave out other layers, and they gather layers "
-            "together; set it to 0 in the model's configuration, or train on one rank",
-            where="model.config",
-        )
+        why = f"{', '.join(dropped)}: each of {data} data ranks would leave out other layers, and they gather layers together"
+        raise ConfigError(f"{why}; set it to 0 in the model's configuration, or train on one rank", where="model.config")
 
 
 def numbers(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, float]]:
@@ -135,10 +129,8 @@ class ForwardInputs:
 
     def check_length(self, length: int, cure: str) -> None:
         if self.positions is not None and length > self.positions:
-            raise DataError(
-                f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
-                f"(max_position_embeddings of its configuration); {cure}, or build the model with more positions"
-            )
+            why = f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model}"
+            raise DataError(f"{why} (max_position_embeddings of its configuration); {cure}, or build the model with more positions")
 
 
 def first_position(model: nn.Module) -> int:

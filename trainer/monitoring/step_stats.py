@@ -240,10 +240,8 @@ class Balance:
         self.paces = paces
         self._loader.share_out(wanted)
         slow, most, usual = slowest(dict(enumerate(paces)))
-        return (
-            f"of each round of {plan.round_size} samples, data ranks take {some(wanted, 16)} (batch.balance: speed): each takes "
-            f"data rank {slow} {most / usual:.1f} times as long as the others"
-        )
+        taken = f"of each round of {plan.round_size} samples, data ranks take {some(wanted, 16)} (batch.balance: speed)"
+        return f"{taken}: each takes data rank {slow} {most / usual:.1f} times as long as the others"
 
     def _shares(self, paces: Sequence[float]) -> tuple[int, ...]:
         plan = self._loader.feed.plan

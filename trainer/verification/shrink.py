@@ -145,11 +145,9 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
         return copy.deepcopy(given).cpu(), ()
     inside = pretrained_of(given)
     if inside is None or inside is not given:
-        raise ConfigError(
-            f"{type(given).__name__} has {count:,} parameters, and only a model of transformers can be made small by its "
-            f"configuration; give one of at most {_MOST_PARAMETERS:,}, such as the same class with fewer and narrower layers",
-            where="verify",
-        )
+        why = f"{type(given).__name__} has {count:,} parameters, and only a model of transformers can be made small"
+        cure = f"give one of at most {_MOST_PARAMETERS:,}, such as the same class with fewer and narrower layers"
+        raise ConfigError(f"{why} by its configuration; {cure}", where="verify")
     return _first_working_copy(given.config, type(given), config, mesh)
 
 
@@ -219,11 +217,9 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
         head = next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
     takes = ForwardInputs.of(model, users_loss=False)
     if inside is None or head not in (*_HEADS, *_CLASSES) or takes.vocab_size is None:
-        raise ConfigError(
-            f"nothing is known of what {type(model).__name__} is fed with; give train_dataset to Trainer, with a model that is "
-            "small enough to be taken as it is, and call verify()",
-            where="verify",
-        )
+        why = f"nothing is known of what {type(model).__name__} is fed with"
+        cure = "give train_dataset to Trainer, with a model that is small enough to be taken as it is, and call verify()"
+        raise ConfigError(f"{why}; {cure}", where="verify")
     separates = config.data.separates and "position_ids" in (takes.fields or ())
     classes = integer(inside.config, "num_labels") or 2
     generator, samples = torch.Generator().manual_seed(1), []

@@ -204,9 +204,7 @@ def open_files(directory: Path) -> tuple[TensorFiles, Any]:
             quantizer = AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
             quantizer.validate_environment()
     if quantizer is None or "dequantize" not in quantizer.get_load_operations():
-        raise ConfigError(
-            f"{directory} is quantized by {method}, which transformers does not decode while it loads; dequantize it with the "
-            "library that wrote it and save it first, or give the model in 16 bits with model.weights: nf4",
-            where="model.source",
-        )
+        why = f"{directory} is quantized by {method}, which transformers does not decode while it loads"
+        cure = "dequantize it with the library that wrote it and save it first"
+        raise ConfigError(f"{why}; {cure}, or give the model in 16 bits with model.weights: nf4", where="model.source")
     return TensorFiles(directory), quantizer

@@ -40,10 +40,8 @@ def spread_experts(
     numbers of experts that ranks cannot divide."""
     counts, found, divided = experts_of(model), dict(parts), set[nn.Parameter]()
     if not counts:
-        raise LayoutError(
-            f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and "
-            "weights; set parallel.expert: 1"
-        )
+        why = f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and weights"
+        raise LayoutError(f"{why}; set parallel.expert: 1")
     if uneven := [name for name, count in counts.items() if count % exchange.size]:
         sizes = some([f"{name} has {counts[name]}" for name in uneven], 2)
         raise LayoutError(f"parallel.expert: {exchange.size} ranks cannot have equally many experts: {sizes}")

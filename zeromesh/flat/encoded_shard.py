@@ -136,10 +136,9 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
         ends = [end for column in rows.columns for end in (column.start, column.end) if end < rows.width]
         block = gcd(block, *ends, *([rows.width] if rows.count > 1 else []))
     if rows is None or block < _LEAST_BLOCK:
-        raise LayoutError(
-            f"{name} of {list(region.shape)} is cut inside blocks of {codec.block} elements, of which parts of at least "
-            f"{_LEAST_BLOCK} must be on one rank; choose another parallel.tensor, or exclude it by model.weights.skip"
-        )
+        why = f"{name} of {list(region.shape)} is cut inside blocks of {codec.block} elements"
+        cure = "choose another parallel.tensor, or exclude it by model.weights.skip"
+        raise LayoutError(f"{why}, of which parts of at least {_LEAST_BLOCK} must be on one rank; {cure}")
     return replace(codec, block=block, nested=False)
 
 

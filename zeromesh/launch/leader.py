@@ -403,11 +403,10 @@ class Leader:
 
     def _end_cut_off(self) -> Result:
         others = max((each - self._gone for each in self._electorates), key=len)
-        message = (
-            f"{'; '.join(map(str, self._lost))}: {len(others & self._silent)} of {1 + len(others)} launchers may be alive "
-            "elsewhere, and only more than half go on, so that no two runs write into one directory. Start the same command again: "
-            "it joins those, or once all hosts reach each other it goes on from the newest checkpoint"
-        )
+        alive = f"{len(others & self._silent)} of {1 + len(others)} launchers may be alive elsewhere"
+        why = f"{alive}, and only more than half go on, so that no two runs write into one directory"
+        again = "it joins those, or once all hosts reach each other it goes on from the newest checkpoint"
+        message = f"{'; '.join(map(str, self._lost))}: {why}. Start the same command again: {again}"
         return self._end(WorkersFailed(message=message, exit_code=1))
 
     def _explain_restart(self, cause: WorkersFailed, *, recovers: bool = False) -> None:

@@ -324,11 +324,10 @@ def exchange_locations(
     users = grouped(((where["host"], identity), each) for each, (where, _, identity) in enumerate(found))
     shared = next((ranks for (_, identity), ranks in users.items() if identity and len(ranks) > 1), None)
     if shared is not None:
-        raise ConfigError(
-            f"ranks {', '.join(map(str, shared))} on {found[shared[0]][0]['name']} would compute on the same {device.type.upper()} "
-            "device, and each needs one of its own; start as many ranks on a host as it has devices, show each rank another one, "
-            "or have all compute on the CPU by CUDA_VISIBLE_DEVICES= (empty; on AMD HIP_VISIBLE_DEVICES=)"
-        )
+        who = f"ranks {', '.join(map(str, shared))} on {found[shared[0]][0]['name']}"
+        why = f"{who} would compute on the same {device.type.upper()} device, and each needs one of its own"
+        cure = "start as many ranks on a host as it has devices, show each rank another one, or have all compute on the CPU"
+        raise ConfigError(f"{why}; {cure} by CUDA_VISIBLE_DEVICES= (empty; on AMD HIP_VISIBLE_DEVICES=)")
     return [ProcessLocation(**each[0]) for each in found]
 
 

@@ -120,11 +120,8 @@ def choose_device(
     rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
     chosen, name = (_CPU, "the CPU") if host <= there else (device, "the device")
-    note = (
-        f"offload: updates are computed on {name} (tried: {host:.2f} s for a billion elements on the CPU, {there:.2f} s on the "
-        "device with the way there and back); offload.update says otherwise"
-    )
-    return chosen, note
+    tried = f"{host:.2f} s for a billion elements on the CPU, {there:.2f} s on the device with the way there and back"
+    return chosen, f"offload: updates are computed on {name} (tried: {tried}); offload.update says otherwise"
 
 
 def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:

@@ -182,10 +182,9 @@ class Watchdog:
 
         def not_called() -> CollectiveError:
             missing = behind()
-            return CollectiveError(
-                f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
-                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {'; '.join(map(self.describe, missing))}"
-            )
+            why = f"{name} must be called on all ranks: rank {self._rank} called it"
+            late = f"{ranks_text(missing)} did not within {self.timeout_seconds:g} seconds (parallel.timeout_seconds)"
+            return CollectiveError(f"{why}, and {late}. {'; '.join(map(self.describe, missing))}")
 
         behind = partial(self._late_peers, peers, _CALLS, number - 1)
         try:
@@ -375,10 +374,9 @@ class Watchdog:
         if stream == _CALLS:
             calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
             both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
-            return CollectiveError(
-                f"{both} ({_at_step(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
-                "same order, whatever it then does with the result"
-            )
+            why = f"{both} ({_at_step(self._step)}). These methods are for all ranks"
+            cure = "each of them makes the same calls in the same order, whatever it then does with the result"
+            return CollectiveError(f"{why}: {cure}")
         for earlier in range(number - 1, -1, -1):
             earlier_own, earlier_other = (self.board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
             if earlier_own is None or earlier_other is None or earlier_own == earlier_other:
@@ -387,14 +385,12 @@ class Watchdog:
         if own & _CODE != other & _CODE:
             where = f"rank {self._rank} is {self._phrase(own)} where rank {peer} was {self._phrase(other)}"
         else:
-            where = (
-                f"ranks {self._rank} and {peer} have gone through different units further back than the last "
-                f"{status_board.HISTORY} events, which are all that is remembered, before both were {self._phrase(own)}"
-            )
-        return CollectiveError(
-            f"ranks disagree on the order of units: {where} ({_at_step(self._step)}). Every rank must run the same modules "
-            "in the same order; a branch that depends on a rank's own data breaks this"
-        )
+            both = f"ranks {self._rank} and {peer} have gone through different units"
+            back = f"further back than the last {status_board.HISTORY} events, which are all that is remembered"
+            where = f"{both} {back}, before both were {self._phrase(own)}"
+        why = f"ranks disagree on the order of units: {where} ({_at_step(self._step)})"
+        cure = "Every rank must run the same modules in the same order; a branch that depends on a rank's own data breaks this"
+        return CollectiveError(f"{why}. {cure}")
 
     def _phrase(self, word: int) -> str:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
@@ -408,14 +404,10 @@ class Watchdog:
         ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
         if ahead:
             where = f" in {self._calls[-1][1]}" if self._calls else ""
-            return CollectiveError(
-                f"{next(iter(ahead.values()))} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} "
-                f"did not: it waits for {what}{where} ({_at_step(self._step)})"
-            )
-        return CollectiveError(
-            f"rank {self._rank}: {what} did not end within {self._limit(others):.3g} seconds "
-            f"(parallel.timeout_seconds) and no peer made progress. {'; '.join(map(self.describe, others))}"
-        )
+            why = f"{next(iter(ahead.values()))} must be called on all ranks: {ranks_text(ahead)} called it"
+            return CollectiveError(f"{why}, and rank {self._rank} did not: it waits for {what}{where} ({_at_step(self._step)})")
+        why = f"{what} did not end within {self._limit(others):.3g} seconds (parallel.timeout_seconds) and no peer made progress"
+        return CollectiveError(f"rank {self._rank}: {why}. {'; '.join(map(self.describe, others))}")
 
     def _limit(self, peers: Sequence[int]) -> float:
         """Return the seconds without progress after which `peers` are late: fewer where all are at work, or one is stopped. Data,

@@ -276,10 +276,9 @@ class RowParallelLinear(_Linear):
             self._randomness.leave()
         weight = self.weight.t() if self.transposed else self.weight
         if x.shape[-1] != weight.shape[1]:
-            raise ConfigError(
-                f"a layer that is divided by its inputs has {weight.shape[1]} of them here, and gets {x.shape[-1]}: what comes "
-                "before it is divided otherwise; give rules that fit together (parallel.plan), or set parallel.tensor: 1"
-            )
+            why = f"a layer that is divided by its inputs has {weight.shape[1]} of them here, and gets {x.shape[-1]}"
+            cure = "give rules that fit together (parallel.plan), or set parallel.tensor: 1"
+            raise ConfigError(f"{why}: what comes before it is divided otherwise; {cure}")
         out = linear(x, weight, None)
         if self._shares is not None and self._shares.active:
             return autograd_collectives.reduce_scatter_output(out, self.bias, sequence_dim(out), self._exchange)

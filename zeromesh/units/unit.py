@@ -150,11 +150,10 @@ class UseCallback:
         self.on_use(self._names[id(used)])
 
     def refuse(self, used: nn.Parameter) -> None:
-        raise PhaseError(
-            f"parameter {self._names[id(used)]} was used outside of the model's modules, as by a penalty in the loss, while ranks "
-            "divide more than samples (parallel.tensor, expert or context): it would count otherwise than in one process. Use "
-            "optimizer.weight_decay, compute it in a module, or train without these axes; read it under torch.no_grad()"
-        )
+        what = f"parameter {self._names[id(used)]} was used outside of the model's modules, as by a penalty in the loss"
+        why = "ranks divide more than samples (parallel.tensor, expert or context): it would count otherwise than in one process"
+        cure = "Use optimizer.weight_decay, compute it in a module, or train without these axes; read it under torch.no_grad()"
+        raise PhaseError(f"{what}, while {why}. {cure}")
 
 
 @dataclass(eq=False, slots=True)
@@ -461,20 +460,18 @@ class InplaceWrites:
 
     def _raise_changed(self, unit: Unit, name: str) -> None:
         if not (self._is_alone and unit.writes_persist):
-            raise PhaseError(
-                f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
-                "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
-                "or the change would be lost. Compute a changed copy in forward, or keep these values in a buffer"
-            )
+            how = "as by Embedding(max_norm=), averaged codebooks, clamped or rescaled weights"
+            what = f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, {how}"
+            cure = "Compute a changed copy in forward, or keep these values in a buffer"
+            raise PhaseError(f"{what}; ranks would then have different weights, or the change would be lost. {cure}")
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
         for unit, name in _changed_parameters(units):
             if not unit.writes_persist:
-                raise PhaseError(
-                    f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
-                    "master weights, of which the model's parameters are copies. Change it before training"
-                )
+                why = f"parameter {name} was changed in place between steps, and the change would be lost"
+                copies = "the optimizer updates master weights, of which the model's parameters are copies"
+                raise PhaseError(f"{why}: {copies}. Change it before training")
 
 
 def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
@@ -502,10 +499,8 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_closed(name: str) -> None:
-    raise PhaseError(
-        f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "
-        "values are gone. Take them before, from trainer.state_dict(), or train to the end"
-    )
+    why = f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks"
+    raise PhaseError(f"{why}; its values are gone. Take them before, from trainer.state_dict(), or train to the end")
 
 
 def all_buckets(units: Iterable[Unit]) -> list[Bucket]:

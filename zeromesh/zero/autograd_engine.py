@@ -251,11 +251,10 @@ class AutogradPasses(Passes):
         if self.step.backwards and self.mode is not PassMode.BACKWARD:
             if any(frame.f_code.co_qualname == "AdafactorSchedule.get_lr" for frame, _ in traceback.walk_stack(None)):
                 return  # It asks if there was a step, to log the rate that Adafactor has computed, and logs its first one.
-            raise PhaseError(
-                f"the gradient of a parameter was {done}, and gradients are divided among ranks: clip with "
-                "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
-                "use precision={'compute': 'float16'} and optimizer.scale(loss)"
-            )
+            why = f"the gradient of a parameter was {done}, and gradients are divided among ranks"
+            cure = "clip with optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name)"
+            scaled = "precision={'compute': 'float16'} and optimizer.scale(loss)"
+            raise PhaseError(f"{why}: {cure}, and in place of a GradScaler use {scaled}")
 
     def _require_current(self, graph: _Graph) -> None:
         if graph.generation != self.generation:

@@ -399,10 +399,9 @@ class ZeroEngine:
     def require_alike(self, what: str) -> None:
         """Raise `PhaseError` where replicas have weights of their own, between syncs of local steps."""
         if self.optimizer_step.diverged:
-            raise PhaseError(
-                f"{what} between syncs: replicas have weights of their own after this step (parallel.sync_every). Take it after a "
-                "step that brings them together; a request of a callback (should_save, should_evaluate) waits for the next one"
-            )
+            why = f"{what} between syncs: replicas have weights of their own after this step (parallel.sync_every)"
+            cure = "Take it after a step that brings them together"
+            raise PhaseError(f"{why}. {cure}; a request of a callback (should_save, should_evaluate) waits for the next one")
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

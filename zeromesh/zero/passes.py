@@ -322,12 +322,11 @@ class Passes:
             return
         if self._releases and self._mesh.shard.size > 1:
             one, everything, files = self.readers
-            raise PhaseError(
-                f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. Read it inside `with {one.format(name)}:` on all ranks, take whole tensors of all "
-                f"parameters from `{everything}`, or write the model with `{files}`. Load values by the whole model's "
-                "load_state_dict, under its names, with strict=False where they are those of a part of it"
-            )
+            why = f"parameter {name} was read or written outside of a pass over the model"
+            when = f"while stage 3 has divided it among {self._mesh.shard.size} ranks"
+            cure = f"Read it inside `with {one.format(name)}:` on all ranks, take whole tensors of all parameters"
+            load = "the whole model's load_state_dict, under its names, with strict=False where they are those of a part of it"
+            raise PhaseError(f"{why}, {when}. {cure} from `{everything}`, or write the model with `{files}`. Load values by {load}")
         if unit.phase is Phase.RESTING:
             unit.gather()  # This needs no other rank, as checked above.
         unit.wait()
@@ -463,9 +462,8 @@ class Passes:
             cure = "use torch.autograd.grad for gradients that are part of a loss"
             raise PhaseError(f"{why}; let the trainer call backward, and {cure}")
         if unit.phase is not Phase.LIVE and not self._reads_no_weights:
-            raise PhaseError(
-                f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
-                "entered it unseen, as by torch.func.jvp, and has read released parameters. Use the block's results "
-                "as its forward returns them, checkpoint activations with use_reentrant=False, or train at stage 2"
-            )
+            what = f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}"
+            why = "backward has entered it unseen, as by torch.func.jvp, and has read released parameters"
+            cure = "Use the block's results as its forward returns them, checkpoint activations with use_reentrant=False"
+            raise PhaseError(f"{what}: {why}. {cure}, or train at stage 2")
         self.gradients.take(bucket, index)

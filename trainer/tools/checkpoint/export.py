@@ -165,10 +165,9 @@ def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = tensor[found.isinf() & tensor.isfinite()].abs()
         if lost.numel():
-            raise ConfigError(
-                f"{name} has {lost.numel():,} numbers up to {float(lost.max()):.4g}, and {str(dtype).removeprefix('torch.')} "
-                f"ends at {torch.finfo(dtype).max:.4g}; give --dtype bfloat16, float32 or keep"
-            )
+            most = f"{name} has {lost.numel():,} numbers up to {float(lost.max()):.4g}"
+            ends = f"{str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:.4g}"
+            raise ConfigError(f"{most}, and {ends}; give --dtype bfloat16, float32 or keep")
     return found
 
 

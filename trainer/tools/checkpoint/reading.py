@@ -278,10 +278,9 @@ def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there
     distance[distance.isnan()] = math.inf
     worst = int(distance.argmax())
     where = [int(each) for each in torch.unravel_index(places[worst], one.shape)]
-    return -float(distance[worst]), (
-        f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
-        f"{float(theirs[worst])!r} in B); {len(places):,} of {one.numel:,} elements differ"
-    )
+    text += f" max |difference| {float(distance[worst]):.6g} at {where}"
+    pair = f"{float(ours[worst])!r} in A, {float(theirs[worst])!r} in B"
+    return -float(distance[worst]), f"{text} ({pair}); {len(places):,} of {one.numel:,} elements differ"
 
 
 def _fact_lines(one: CheckpointReader, two: CheckpointReader, tolerance: float | None) -> Iterator[str]:

@@ -149,10 +149,9 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         return
     known = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED, *_INPUTS)
     if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or layer.style not in known:
-        raise LayoutError(
-            f"{layer.module}: nothing says how a {type(module).__module__}.{type(module).__name__} around a layer of style "
-            f"{layer.style.value} is divided among tensor ranks; set parallel.tensor: 1, or choose other targets"
-        )
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        why = f"nothing says how a {kind} around a layer of style {layer.style.value} is divided among tensor ranks"
+        raise LayoutError(f"{layer.module}: {why}; set parallel.tensor: 1, or choose other targets")
     for adapter in module.lora_A:
         inputs = layer.style in _INPUTS
         yield replace(layer, module=f"{layer.module}.{'lora_A' if inputs else 'lora_B'}.{adapter}")

@@ -114,10 +114,9 @@ class _Planner:
             found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
             kinds = (f"{_without_numbers([self.names[id(each)]])} ({type(each).__name__})" for each in found)
             held = some(dict.fromkeys(kinds)) or "nothing that is known"
-            raise LayoutError(
-                f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
-                f"hold {held}; give rules (pattern of module names -> style), or set parallel.tensor: 1"
-            )
+            why = f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'})"
+            cure = "give rules (pattern of module names -> style), or set parallel.tensor: 1"
+            raise LayoutError(f"{why}, whose blocks hold {held}; {cure}")
         if getattr(config, "slow_but_exact", False):
             raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
         names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
@@ -130,10 +129,9 @@ class _Planner:
             if given and style not in _STYLES:
                 raise LayoutError(f"{given}there is no style {style!r}; styles are {', '.join(_STYLES)}")
             if given and not matched:
-                raise LayoutError(
-                    f"{given}{style} matches no module of {type(self.model).__name__}; its modules are named like "
-                    f"{some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
-                )
+                like = some([name for name in self.modules if name.count(".") > 1] or [*self.modules], 4)
+                why = f"{given}{style} matches no module of {type(self.model).__name__}"
+                raise LayoutError(f"{why}; its modules are named like {like}")
             self.user_rules.update(dict.fromkeys(matched if given else (), f"{given}{style}"))
 
     def embeddings(self) -> None:
@@ -234,10 +232,9 @@ class _Planner:
             dims = intermediate_dims(held) if getattr(module, "is_concatenated", True) else None
             if dims is None:
                 shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in held.items())
-                raise LayoutError(
-                    f"{name}: experts with parameters {shapes} cannot be divided; known are gate_up_proj [experts, 2 x "
-                    "intermediate, hidden] with down_proj [experts, hidden, intermediate], or both transposed"
-                )
+                known = "gate_up_proj [experts, 2 x intermediate, hidden] with down_proj [experts, hidden, intermediate]"
+                why = f"{name}: experts with parameters {shapes} cannot be divided"
+                raise LayoutError(f"{why}; known are {known}, or both transposed")
             self._divide(name, Style.EXPERTS, held["down_proj"][dims["down_proj"]])
         elif style == "replicated_with_grad_allreduce":
             self._add(name, Style.PARTIAL)
