@@ -4,7 +4,7 @@ compute integers alone; their work is by PyTorch's FLOP formulas and by the byte
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -170,12 +170,9 @@ def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
     the device's chunk size of the loss. The CPU's kernel represents those of accelerators, with equal memory and work. A patch is
     used because recomputation may run in autograd's thread, where no dispatch mode of this thread is active."""
-    own = chunked_head
-    with ExitStack() as undo:
-        if device != "cpu":
-            undo.callback(override(own, "_ROW_ELEMENTS", own._ROW_ELEMENTS_ACCELERATOR))
-        undo.enter_context(replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")}))
-        undo.enter_context(replaced(torch, {"autocast": _autocast}))
+    elements = chunked_head._ROW_ELEMENTS if device == "cpu" else chunked_head._ROW_ELEMENTS_ACCELERATOR
+    attention = replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")})
+    with override(chunked_head, "_ROW_ELEMENTS", elements), attention, replaced(torch, {"autocast": _autocast}):
         yield
 
 
