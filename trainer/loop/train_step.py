@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from inspect import signature
@@ -234,8 +234,7 @@ class Stepper:
         if targets:
             factor = 1.0 if count is not None else 1.0 / targets
             if before_update is not None:
-                with ExitStack() as undone:
-                    undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
+                with override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale):
                     before_update()
             outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking))
             if self.loads is not None and not outcome.skipped:
