@@ -138,16 +138,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             pairs.append((model, updating[0] if updating else None))
         if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
             raise ConfigError("prepare() got an optimizer without its model; pass both to one call")
-        for model, optimizer in pairs:
-            # The model may have been evaluated before, or trained by another optimizer.
-            if optimizer is not None and is_sharded(model):
-                self.make_whole(model)
-            if not is_sharded(model):
-                self._partition(model, optimizer)
-        try:
+        with override(self, "_prepared", {}):
+            for model, optimizer in pairs:
+                # The model may have been evaluated before, or trained by another optimizer.
+                if optimizer is not None and is_sharded(model):
+                    self.make_whole(model)
+                if not is_sharded(model):
+                    self._partition(model, optimizer)
             return super().prepare(*arguments, device_placement=device_placement)
-        finally:
-            self._prepared = {}
 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
         return arguments  # The engine divides layers, without accelerate's tensor parallelism.
