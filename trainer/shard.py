@@ -123,7 +123,7 @@ def shard(
         raise ConfigError(f"optimizer is a {wrong[0]}; give a torch.optim.Optimizer, its class, or a list of them")
     optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
-    zero = replace(engine_options(resolved, accumulation), optimizer=settings)
+    zero = replace(engine_options(resolved, accumulation), optimizer=settings, in_loop=True)
     with _flags_kept(model):
         engine = _partition(model, resolved, zero, trains=optimizer is not None)
     if optimizer is None:

@@ -208,6 +208,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     gradient_slots: int = 2
     gradients_outlive: bool = False
     """True if gradient shards have memory of their own, so that another process can finish the update."""
+    in_loop: bool = False  # True for a user's own loop, where an `accumulation` of 1 stands for any number of backwards.
 
     def __post_init__(self) -> None:
         budget: object = self.gathered_budget
@@ -283,7 +284,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     def resting_gradients(self, part: int, shard: int, device: torch.device) -> int:
         """Return the elements of a gradient shard's lasting memory: of the `part` that this rank updates where only that rests
         there, on another tier; else of the whole `shard`, which is reduced into it or rests between microbatches."""
-        return part if self.accumulation == 1 and self.offload.gradients_at.leaves_device(device) else shard
+        once = self.accumulation == 1 and not self.in_loop
+        return part if once and self.offload.gradients_at.leaves_device(device) else shard
 
     @property
     def sums_before_reducing(self) -> bool:

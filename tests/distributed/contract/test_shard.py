@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.trainer.shard import engine_of
 
 NAMES = sorted({*LOSSES, *LOOPS} - {"unused_by_others"})  # At other stages ranks run units in one order.
+DIVIDED_FILES = {"replicas": "divided", "parallel": {"replicate": 2}, "offload": {"optimizer": "file", "directory": gettempdir()}}
 FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (2, {"stage": 3, "name": name}) for name in NAMES},
     **{
@@ -30,6 +32,7 @@ FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
     "by turns, frozen": (2, {"stage": 2, "name": "by_turns", "accumulation": 3, "frozen": "backbone.blocks.1"}),
     "frozen at first": (2, {"stage": 3, "name": "toggled", "frozen": "backbone.blocks.1"}),
     "replicate": (2, {"stage": 3, "name": "toggled", "parallel": {"replicate": 2}}),
+    "divided, on files": (2, {"stage": 3, "name": "toggled", **DIVIDED_FILES}),
     "a step that ends early": (2, {"stage": 1, "name": "unused_by_others", "accumulation": 2}),
 }
 
