@@ -51,9 +51,20 @@ class Loss(nn.Sequential):
         return (super().forward(x) - y).square().mean()
 
 
+class Counts(nn.Tanh):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+    def get_extra_state(self):
+        return self.calls
+
+
 def build():
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else nn.Tanh()
+    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else Counts() if asked.get("counts") else nn.Tanh()
     width = 7 if asked.get("changes") and (folder / "struck-0").exists() else 8
     return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
@@ -743,6 +754,14 @@ def test_an_evaluation_that_ends_an_epoch_counts_once(tmp_path: Path) -> None:
     found = run(tmp_path, ("forward of evaluation 4", 1, "SIGKILL"), samples=24, settings={"run": {"eval_every": "epoch"}})
     assert "from the memory of the ranks" in found.process.stdout
     assert [row["step"] for row in rows(found, "evaluations.jsonl")] == [2, 4, 6, 8]
+
+
+def test_a_run_whose_modules_have_states_of_their_own_begins_anew(tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"settings": {"checkpoint": {"every_steps": 0}}, "counts": True}
+    undisturbed = run(tmp_path / "undisturbed", **alone)
+    found = run(tmp_path / "lost", (5, 1, "SIGKILL"), **alone)
+    assert found.went_well(undisturbed)
+    assert found.lost_steps
 
 
 def test_a_script_and_its_configuration_are_edited_while_it_runs(undisturbed_run: Run, tmp_path: Path) -> None:

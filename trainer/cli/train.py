@@ -37,7 +37,7 @@ from zeromesh.trainer.formatting import print_lines, wrapped
 from zeromesh.trainer.monitoring.step_metrics import CONFIG, STARTS, StartTimes, read_metrics
 
 FORWARDED = (
-    *("PYTHONPATH", "OMP_NUM_THREADS", environment.INTERFACE),
+    *("OMP_NUM_THREADS", environment.INTERFACE),
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
@@ -45,8 +45,8 @@ FORWARDED = (
 SILENCE_SECONDS = 15.0
 
 
-def _forwarded() -> dict[str, str]:
-    return {name: value for name in FORWARDED if (value := environment.setting(name)) is not None}
+def _forwarded(names: tuple[str, ...] = FORWARDED) -> dict[str, str]:
+    return {name: value for name in names if (value := environment.setting(name)) is not None}
 
 
 def run_launch(options: argparse.Namespace) -> int:
@@ -297,7 +297,7 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
     if options.on:
         from zeromesh.trainer.cli.on_ray import launch_on_ray
 
-        return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(), say)
+        return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(("PYTHONPATH", *FORWARDED)), say)
     return launch_this_command(options, processes, nodes=where)
 
 

@@ -49,7 +49,7 @@ from zeromesh.trainer.loop.snapshots import Snapshots
 from zeromesh.trainer.monitoring.step_stats import StepResult
 from zeromesh.units.unit import Bucket, all_buckets, set_values
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import persistent_buffers
+from zeromesh.zero.full_state import extra_states, persistent_buffers
 
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
@@ -254,7 +254,8 @@ class Recovery:
         record, kept, self._record = self._record, self._kept, None
         engine, world, progress = run.model.require_engine(), run.mesh.world, run.progress
         step = engine.optimizer_step
-        if self.memory is not None and step.can_be_finished_by_others and not persistent_buffers(engine.model):
+        others = persistent_buffers(engine.model) or extra_states(engine.model)  # Nobody but a rank itself has these.
+        if self.memory is not None and step.can_be_finished_by_others and not others:
             step.journal = Journal(self.memory, self._key)
         if record is None:
             self._kept = None

@@ -238,11 +238,17 @@ def require_storable(model: nn.Module, cure: str, without: Collection[str] = ())
         if each.layout is not torch.strided or each.dtype not in DTYPE_NAMES:
             why = f"{name} is a tensor of {each.dtype} and {each.layout}, which files of safetensors do not hold"
             raise LayoutError(f"{why}; register a buffer that can be made again with persistent=False, or {cure}")
-    for module, kind in [(name, type(each)) for name, each in model.named_modules()]:
-        name = f"{module}._extra_state".lstrip(".")
-        if kind.get_extra_state is not nn.Module.get_extra_state and name not in without:
-            why = f"{name} of a {kind.__name__} (get_extra_state) is no tensor of the model, and checkpoints do not hold it"
+    for name, module in extra_states(model).items():
+        if name not in without:
+            why = f"{name} of a {type(module).__name__} (get_extra_state) is no tensor of the model, and checkpoints do not hold it"
             raise LayoutError(f"{why}; keep what it has in persistent buffers, or {cure}")
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have states beside tensors, by the names of these."""
+    modules = model.named_modules()
+    own = nn.Module.get_extra_state
+    return {f"{name}._extra_state".lstrip("."): each for name, each in modules if type(each).get_extra_state is not own}
 
 
 def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:

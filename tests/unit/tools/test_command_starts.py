@@ -243,12 +243,11 @@ def test_a_launch_over_ssh_goes_on_without_hosts_where_it_may(
     plans: list[LaunchPlan] = []
     monkeypatch.setattr("zeromesh.trainer.cli.train.supervise", lambda plan, notify: plans.append(plan) or 0)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("PYTHONPATH", "code")
     options = ["--host-timeout", "7", "--env", "A=1=2", "parallel.tensor=3"]
     assert main(["launch", "--hostfile", "hosts", "c.yaml", *options, *words]) == 0
     (plan,) = plans
     assert (plan.least, plan.max_restarts, plan.silence_seconds, plan.port) == (least, restarts, 7.0, None)
-    assert plan.variables == {"A": "1=2", "NCCL_DEBUG": "INFO", "PYTHONPATH": "code"}
+    assert plan.variables == {"A": "1=2", "NCCL_DEBUG": "INFO"}
     plan.check(plan.hosts)
     with pytest.raises(LayoutError):
         plan.check(plan.hosts[:1])  # 4 ranks are left.
