@@ -65,6 +65,10 @@ def spread_experts(
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             divide(f"{name}.{leaf}", parameter, 0, own)
         for path, adapter in adapters_of(model, module):
+            if adapter._param_ndim == 2:  # PEFT has biases `[experts, .]` as one matrix, which has A whole and a row of B for each.
+                for leaf, parameter in list(adapter.lora_B.named_parameters()):
+                    divide(f"{path}.lora_B.{leaf}", parameter, 0, own)
+                continue
             for leaf, parameter in list(adapter.named_parameters()):
                 # PEFT has the rows of an expert side by side in A, and the columns of a row of B for all experts.
                 if leaf.startswith("lora_A."):
@@ -83,7 +87,7 @@ def spread_experts(
     return found
 
 
-def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
+def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, Any]]:
     """Return PEFT's adapters of parameters of a module of experts (`target_parameters`), by name."""
     wrappers: Iterator[tuple[str, Any]] = ((name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name"))
     return [(name, each) for name, each in wrappers if each.get_base_layer() is experts]

@@ -10,6 +10,7 @@ from tests.support.workers import Workers
 
 FULL = pytest.mark.full
 MATRICES = ("experts.gate_up_proj", "experts.down_proj")
+BIASES = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
 MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
 UNCLIPPED = {"name": "skewed", "max_steps": 5, "clip_norm": 0.0, "on_nonfinite": "stop"}
 TWO, RECOMPUTED = {"expert": 2}, {"activation_checkpointing": "block"}
@@ -63,6 +64,8 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(3)(
             row(4, "adapters", FULL, stage=2, axes=TWO),
             row(2, "adapters_alone", kind="skewed", matrices=MATRICES, axes=TWO),
             row(2, "adapters_alone", kind="square", matrices=MATRICES[1:], axes=TWO),
+            row(2, "adapters_alone", kind="biased", matrices=(BIASES[0], MATRICES[1]), axes=TWO),
+            row(2, "adapters_alone", FULL, kind="square", matrices=BIASES, axes=TWO),
             row(2, "merged", axes=TWO),
             row(4, "merged", FULL, axes={"expert": 4}),
             row(2, "loop", FULL, kind="latent"),
