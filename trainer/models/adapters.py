@@ -329,7 +329,9 @@ def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[
     path = directory / ADAPTER_WEIGHTS
     with library_errors(where, f"{path}: "):
         own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        stored = load_file(path)
+        convert = peft.utils.transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers
+        # Files of transformers 4 have an adapter of each expert, which are one of all experts here.
+        stored = convert(model, model.peft_config[name], load_file(path), name)
     base: Any = pretrained_of(model)
     of = f"{type(base).__name__} {getattr(base, 'name_or_path', '')}".rstrip()
     problems = []
@@ -388,6 +390,7 @@ def import_peft(where: str = "model.lora") -> Any:
     try:
         import peft
         import peft.tuners.lora
+        import peft.utils.transformers_weight_conversion
     except ImportError as error:
         raise ConfigError("adapters need the package peft: pip install peft", where=where) from error
     return peft

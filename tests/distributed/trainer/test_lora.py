@@ -10,9 +10,11 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 from torch import nn
 
 import zeromesh
+from tests.distributed.trainer.expert_cases import KINDS
 from tests.distributed.trainer.lora_cases import METHODS, TARGETS, adapted
 from tests.support.tables import row, tried
 from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
@@ -40,6 +42,7 @@ from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
 FULL = pytest.mark.full
+EXPERT = ("gate_proj", "up_proj", "down_proj")
 TIED = {"tie_word_embeddings": True}
 
 
@@ -333,6 +336,33 @@ def test_an_adapter_is_gone_on_from(name: str, tmp_path: Path) -> None:
         assert {name for name, each in found.items() if each.requires_grad} == trained
         for key in trained:
             assert torch.equal(made.source.read(key, 0, found[key].numel()), wanted[key].reshape(-1)), key
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen"])
+def test_an_adapter_of_transformers_4_has_one_for_each_expert(kind: str, tmp_path: Path) -> None:
+    names, block, wide = (("w1", "w3", "w2"), "block_sparse_moe", 48) if kind == "mixtral" else (EXPERT, "mlp", 16)
+    values = dict[str, torch.Tensor]()
+    sizes = {"self_attn.q_proj": (32, 32)}
+    for expert in range(4 if kind == "mixtral" else 8):
+        layers = [f"{block}.experts.{expert}.{name}" for name in names]
+        sizes |= dict(zip(layers, [(32, wide), (32, wide), (wide, 32)], strict=True))
+    for layer, (given, out) in sizes.items():
+        for number in range(2):
+            name = f"base_model.model.model.layers.{number}.{layer}.lora_"
+            values |= {f"{name}A.weight": torch.randn(2, given), f"{name}B.weight": torch.randn(out, 2)}
+    save_file(values, tmp_path / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    found = add_adapters(wrap_passed_model(seeded(KINDS[kind]), 3), from_directory(tmp_path), 3).model
+    wanted = peft.PeftModel.from_pretrained(seeded(KINDS[kind]), tmp_path)
+    with torch.no_grad(), InFloat64():
+        ids = torch.arange(12)[None]
+        assert torch.equal(found.double()(input_ids=ids).logits, wanted.double()(input_ids=ids).logits)
+    (tmp_path / "adapter_model.safetensors").unlink()
+    fewer = {name: each for name, each in values.items() if ".experts.1." not in name}
+    save_file(fewer, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"another base: it has .*experts.*lora_A.weight of \["):
+        add_adapters(wrap_passed_model(seeded(KINDS[kind]), 3), from_directory(tmp_path), 3)
 
 
 def test_several_adapters_of_which_one_is_trained(tmp_path: Path) -> None:
