@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeromesh.comm.shm_transport import ABOUT_WORDS, SharedRing
 from zeromesh.comm.transport import choose_transport, sum_in_order
-from zeromesh.errors import CollectiveError, LayoutError, StorageError
+from zeromesh.errors import CollectiveError, LayoutError, PhaseError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.settings.keys import TransportName
@@ -70,6 +70,12 @@ class Exchange:
         self.size, self.index = (group.size, group.index) if group is not None else (1, 0)
         """The number of ranks, and this rank's position in the set."""
         self._members = group
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Raise `PhaseError`, for `copy.copy`, `copy.deepcopy` and `pickle` of a module that exchanges."""
+        what = "a model of which each rank has a part (parallel.tensor, parallel.expert) cannot be copied or pickled"
+        cure = "read it whole by zeromesh.state_dict(model), have averages by the section `ema`, or call zeromesh.unshard(model) first"
+        raise PhaseError(f"{what}; {cure}")
 
     def all_reduce_async(self, tensor: Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""

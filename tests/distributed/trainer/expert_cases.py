@@ -1,5 +1,7 @@
 """Models whose experts are spread over ranks, beside one process that has all of them."""
 
+import copy
+import pickle
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -166,7 +168,8 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
 
 
 def penalties(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any], stage: int) -> None:
-    """Losses of parameters of which ranks have or see a part are refused, in a loop and in a trainer; other reads are not."""
+    """Losses of parameters of which ranks have or see a part are refused, in a loop and in a trainer; other reads are not. So are
+    copies of a model of which a rank has a part."""
     (batch,) = [{name: each[None] for name, each in sample.items()} for sample in sentences(1)]
     build = seeded(KINDS.get(kind, llama))
     names = ["experts."] if "expert" in axes else ["q_proj", "q_norm"]
@@ -187,6 +190,8 @@ def penalties(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any], stage
         said = error_of(partial(fitted, seeded(KINDS.get(kind, llama)), config, sentences(), compute_loss=loss), ZeromeshError)
         assert "was used outside of the model's modules, as by a penalty" in said, (loss.__name__, said)
     model, optimizer = zeromesh.shard(build, partial(torch.optim.SGD, lr=0.5), stage=stage, parallel=dict(axes))
+    for copied in (copy.deepcopy, pickle.dumps) if stage < 3 and "context" not in axes else ():
+        assert "of which each rank has a part (parallel.tensor, parallel.expert)" in error_of(partial(copied, model), ZeromeshError)
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
