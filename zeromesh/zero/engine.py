@@ -123,7 +123,7 @@ class ZeroEngine:
             return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
-            self._states[averaged] = FullState(self.model, self.units, self.mesh, self.options.precision.sums, weights_of)
+            self._states[averaged] = FullState(self.model, self.units, self.mesh, self.options, weights_of)
         return self._states[averaged]
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -296,12 +297,13 @@ class FullState:
         model: nn.Module,
         units: Sequence[Unit],
         mesh: Mesh,
-        gradient_dtype: torch.dtype,
+        options: ZeroOptions,
         weights_of: Callable[[Bucket], TieredTensor] = lambda bucket: bucket.master,
     ) -> None:
         """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
         self._model, self._units, self._mesh = model, units, mesh
-        self._weights_of, self._gradient_dtype = weights_of, gradient_dtype
+        self._weights_of, self._gradient_dtype = weights_of, options.precision.sums
+        self._summed = partial(Bucket.summed_gradient, in_memory=options.optimizer_in_backward)
         slots = [(spec, each.master.dtype, trained) for each in all_buckets(units) for spec, _, trained in each.rows()]
         specs = [TensorSpec(kind=MODEL, name=one.name, dtype=dtype, shape=one.region.shape) for one, dtype, _ in slots]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
@@ -370,7 +372,7 @@ class FullState:
         name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        named = next(self._gather_all_stages([name], Bucket.summed_gradient, self._gradient_dtype), None)
+        named = next(self._gather_all_stages([name], self._summed, self._gradient_dtype), None)
         if named is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return named[1].clone()

@@ -6,6 +6,7 @@ import random
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +37,7 @@ from tests.support.plain import (
 )
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
-from zeromesh.errors import ZeromeshError
+from zeromesh.errors import PhaseError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
@@ -580,3 +581,23 @@ def late_at_work(mesh: Mesh, folder: str) -> None:
     late = "did not end within 0.5 seconds (parallel.timeout_seconds) and no peer made progress. rank 1 "
     assert late in error, error
     assert "model.layers.1 at step 26" in error, error
+
+
+def spent(mesh: Mesh, folder: str, offload: Mapping[str, str]) -> None:
+    """A gradient by which backward has updated is refused or right, never that of earlier microbatches."""
+    update = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop", "max_steps": 2}}
+    config = settings(folder, offload=dict(offload), batch={"global_size": 8, "micro_size": 1}, **update)
+    plain, refused = plain_fit(seeded(llama).train(), sentences(), config), set[bool]()
+
+    def read(trainer: Trainer, step: int) -> None:
+        for name, wanted in plain.gradients[step - 1].items():
+            with suppress(PhaseError):
+                found = trainer.gradient(name)
+                assert found is not None
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=name)
+                refused.add(False)
+                continue
+            refused.add(True)
+
+    fitted(seeded(llama), config, sentences(), callbacks=[calling(on_pre_optimizer_step=read)])
+    assert refused == {bool(offload)}

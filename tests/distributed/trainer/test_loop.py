@@ -50,6 +50,7 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
             (2, "metrics", {"samples": 5, "micro": 4, "sections": {"parallel": {"tensor": 2}}}),
             (2, "metrics", {"samples": 9, "micro": 2, "sections": {"parallel": {"pipeline": 2}}}),
             # A run without progress ends with its best weights.
+            *(row(1, "spent", offload=offload) for offload in ({}, {"optimizer": "file"})),
             (2, "patience", {"kind": "ours"}),
             (2, "patience", {"kind": "theirs"}),
         ],
