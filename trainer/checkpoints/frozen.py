@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -163,8 +164,8 @@ def _source_tensors(
         unused = dict(match(type(inside)(copy.deepcopy(inside.config)), entries).direct)
     for spec in specs:
         for name in (spec.name, *(alias for alias, first in aliases if first == spec.name)):
-            # PEFT nests replaced layers and copied modules one level deeper.
-            plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
+            # PEFT nests replaced layers and copied modules one level deeper, and experts one for each adapted parameter.
+            plain = re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix(prefix))
             entry = entries.get(unused.pop(plain, ""))
             if entry is not None and entry.shape == spec.shape and is_path(SOURCE + entry.path):
                 if entry.begin % entry.dtype.itemsize == 0:

@@ -3,16 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
 
+from tests.distributed.trainer.expert_cases import KINDS
 from tests.support.plain import calling
 from tests.support.quantized_models import loaded, written
 from tests.support.tables import row, tried
-from tests.support.trainer_cases import LLAMA, sentences, settings
+from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.units.unit import all_buckets
@@ -131,3 +134,23 @@ def test_experts_are_plain_in_what_bitsandbytes_reads(tmp_path: Path) -> None:
         # Matrices of linear layers, which have been decoded and merged, are rounded again in four bits.
         assert float((scores(model) - wanted).norm() / wanted.norm()) <= (1e-5 if name == "merged" else 0.1)
         assert model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").dtype == torch.float32
+
+
+def test_experts_below_several_adapters_are_named_in_their_source(tmp_path: Path) -> None:
+    """A checkpoint does not hold them, and a merged export is of the original ones."""
+    target = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj_bias"]}
+    adapter = {"peft_type": "LORA", "r": 2, "init_lora_weights": False, **target}
+    written(tmp_path / "base", lambda: seeded(KINDS["biased"]))
+    model = {"source": str(tmp_path / "base"), "weights": "nf4", "adapters": {"default": adapter}}
+    sections = {"run": {"max_steps": 1}, "checkpoint": {"every_steps": 1}, "zero": {"stage": 3}}
+    config = settings(str(tmp_path), model={**model, "config": {"experts_implementation": "eager"}}, **sections)
+    with Trainer(None, config, sentences()) as trainer:
+        trainer.fit()
+    (checkpoint,) = (tmp_path / "run/checkpoints").glob("step-*1")
+    manifest = CheckpointReader(checkpoint).manifest
+    assert not [each.name for each in manifest.tensors if "lora_" not in each.name and not manifest.is_elsewhere(each.path)]
+    export_checkpoint(checkpoint, tmp_path / "merged", "float32", Console(), merge=True)
+    found, plain = (tf.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32) for name in ("merged", "base"))
+    wanted = peft.PeftModel.from_pretrained(plain, checkpoint).merge_and_unload().state_dict()
+    for name, each in found.state_dict().items():
+        torch.testing.assert_close(each, wanted[name], rtol=1e-6, atol=1e-6, msg=name)
