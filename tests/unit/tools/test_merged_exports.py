@@ -39,12 +39,12 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def trained(folder: Path, build: Any) -> Iterator[tuple[Path, torch.Tensor, Any]]:
+def trained(folder: Path, build: Any, **kept: Any) -> Iterator[tuple[Path, torch.Tensor, Any]]:
     """A run's checkpoint, its logits, and its model: PEFT's, of the decoded base."""
     seeded(build).save_pretrained(folder / "base")
     model = {"source": str(folder / "base"), "weights": "nf4", "lora": {"rank": 2, "targets": "all-linear"}}
     sections: dict[str, Any] = {"run": {"name": "r", "output_dir": str(folder), "max_steps": 2}, "model": model}
-    sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 2}}
+    sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 2, **kept}}
     with Trainer(None, sections, [{"input_ids": IDS[0], "labels": IDS[0]}] * 4) as trainer:
         trainer.fit()
         yield folder / "r/checkpoints/step-00000002", logits(trainer.model), trainer.model
@@ -67,6 +67,16 @@ def test_a_model_is_merged_from_the_original_or_the_decoded_base(run: Any, tmp_p
     for how, message in (({"decoded": True}, "--base decoded is for merged"), ({}, "--dtype nf4 is for merged models")):
         with pytest.raises(ConfigError, match=message):
             export_checkpoint(checkpoint, tmp_path / "x", "float32" if how else "nf4", Console(), **how)
+
+
+def test_original_weights_are_not_those_that_a_checkpoint_holds(tmp_path: Path) -> None:
+    """It holds them as the run computed with them."""
+    with trained(tmp_path, llama, frozen="whole") as (checkpoint, wanted, _):
+        with pytest.raises(ConfigError, match=r"holds .*down_proj.*as the run computed with them.* give --base decoded"):
+            export_checkpoint(checkpoint, tmp_path / "original", "float32", Console(), merge=True)
+        export_checkpoint(checkpoint, tmp_path / "decoded", "float32", Console(), merge=True, decoded=True)
+        found = logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "decoded"))
+        assert float((found - wanted).norm() / wanted.norm()) <= 1e-5
 
 
 def test_a_merged_model_is_encoded_again(run: Any, tmp_path: Path) -> None:

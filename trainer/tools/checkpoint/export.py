@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from zeromesh.checkpoint.io.format import TensorSpec, parse_json, spec_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
-from zeromesh.errors import CheckpointError, ConfigError, counted
+from zeromesh.errors import CheckpointError, ConfigError, counted, some
 from zeromesh.files import read_whole, write_whole
 from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
 from zeromesh.options import EncodedWeights
@@ -242,23 +242,31 @@ def _merged_tensors(
     order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
     widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
-    base = _decoder(reader, model) if decoded else lambda stored, each: each
+    base = _base_values(reader, model, decoded=decoded)
     pairs = ((names[stored.name], base(stored, each)) for stored, each in read)
     weights = form.convert(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
     return tensors, ((name, _convert(name, each, tensors[name].dtype)) for name, each in weights)
 
 
-def _decoder(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
-    """Return a function that gives tensors of the source the values that the run encoded. Raises `ConfigError` if it did not."""
+def _base_values(reader: CheckpointReader, model: Any, *, decoded: bool) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
+    """Return a function that gives tensors of the source the values that the run encoded, if they are to be `decoded`. Raises
+    `ConfigError` if it did not encode any, and for the original values of tensors that the checkpoint holds as they were encoded."""
     resolved = reader.directory.parent.parent / CONFIG
     section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
     if (weights := encoded_weights(section)) is None:
-        raise ConfigError(f"--base decoded is for runs with model.weights, and {resolved} has none; leave it out")
+        if decoded:
+            raise ConfigError(f"--base decoded is for runs with model.weights, and {resolved} has none; leave it out")
+        return lambda stored, values: values
     encoded = {each.removeprefix(_PREFIX) for each in encoded_names(model, weights)}
     compute = getattr(torch, str(reader.manifest.layout.get("compute")))
+    here = {each.name for each in reader.manifest.tensors if not reader.manifest.is_elsewhere(each.path)}
+    base = (each for each in here if model.peft_config.keys().isdisjoint(each.split(".")))
+    if not decoded and (held := sorted(each for each in base if each.removeprefix(_PREFIX) in encoded)):
+        why = f"{reader.directory} holds {some(held, 2)} as the run computed with them, and not as their source has them"
+        raise ConfigError(f"{why}; give --base decoded")
 
     def decode(stored: TensorSpec, values: torch.Tensor) -> torch.Tensor:
-        if stored.name.removeprefix(_PREFIX) not in encoded or not reader.manifest.is_elsewhere(stored.path):
+        if not decoded or stored.name.removeprefix(_PREFIX) not in encoded or not reader.manifest.is_elsewhere(stored.path):
             return values
         return weights.codec.rounded(values.to(compute)).to(values.dtype)
 
