@@ -221,6 +221,8 @@ def _difference_when_divided(
             return _module_error(error, model)
 
     expected = passed(reference)
+    if idle := [name for name in spread if name not in dict(expected.outputs)]:
+        return f"{small_copy.module_label(whole, idle[0])}, was not called, as where some tokens alone go to it: ranks wait there"
     with ThreadPoolExecutor(_RANKS) as pool:
         results = list(pool.map(rank, range(_RANKS)))
     if failed := next((each for each in results if each and isinstance(each, str)), ""):

@@ -87,6 +87,14 @@ def _tied() -> Any:
     return model
 
 
+class _Apart(tf.MixtralForCausalLM):
+    """With experts to which no token of text goes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.others = copy.deepcopy(self.model.layers[0].mlp.experts)
+
+
 KINDS = {
     "mixtral": _mixtral,
     "losing": _losing,
@@ -463,6 +471,8 @@ def refused(mesh: Mesh, folder: str) -> None:
     assert "parallel.expert: 3 does not divide parallel.shard (2) x parallel.context (1)" in said(
         _mixtral(), parallel={"expert": 3}
     )
+    apart = _Apart(_eager(tf.MixtralConfig(**SIZES, num_local_experts=4)))
+    assert "others, a MixtralExperts, was not called, as where some tokens alone go to it" in said(apart)
     assert "optimizer.expert_bias_rate: the routers of MixtralForCausalLM have no buffer" in said(
         _mixtral(), optimizer={"expert_bias_rate": 0.1}
     )
