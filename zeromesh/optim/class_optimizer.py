@@ -102,10 +102,9 @@ def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
         if not spec.region.is_whole:
             axis = "expert" if spec.in_experts else "tensor"
-            why = f"optimizer {type(own_class.parts[spec.group][0]).__name__} needs whole tensors, and {axis} parallelism divides"
-            raise ConfigError(
-                f"{why} {spec.name}; set parallel.{axis} to 1, or use one that works element by element, and asks for no sizes"
-            )
+            names = " with ".join(dict.fromkeys(type(each).__name__ for each, _ in own_class.parts))
+            why = f"optimizer {names} needs whole tensors, and {axis} parallelism divides {spec.name}"
+            raise ConfigError(f"{why}; set parallel.{axis} to 1, or use one that works element by element, and asks for no sizes")
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
