@@ -328,10 +328,10 @@ def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[
     peft, directory = import_peft(where), adapter_directory(saved, where)
     path = directory / ADAPTER_WEIGHTS
     with library_errors(where, f"{path}: "):
+        from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers as convert
+
         own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        convert = peft.utils.transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers
-        # Files of transformers 4 have an adapter of each expert, which are one of all experts here.
-        stored = convert(model, model.peft_config[name], load_file(path), name)
+        stored = convert(model, model.peft_config[name], load_file(path), name)  # Files of transformers 4 have one for each expert.
     base: Any = pretrained_of(model)
     of = f"{type(base).__name__} {getattr(base, 'name_or_path', '')}".rstrip()
     problems = []
@@ -390,7 +390,6 @@ def import_peft(where: str = "model.lora") -> Any:
     try:
         import peft
         import peft.tuners.lora
-        import peft.utils.transformers_weight_conversion
     except ImportError as error:
         raise ConfigError("adapters need the package peft: pip install peft", where=where) from error
     return peft
