@@ -74,8 +74,7 @@ class Exchange:
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Raise `PhaseError`, for `copy.copy`, `copy.deepcopy` and `pickle` of a module that exchanges."""
         what = "a model of which each rank has a part (parallel.tensor, parallel.expert) cannot be copied or pickled"
-        cure = "read it whole by zeromesh.state_dict(model), have averages by the section `ema`, or call zeromesh.unshard(model) first"
-        raise PhaseError(f"{what}; {cure}")
+        raise PhaseError(f"{what}; read it by zeromesh.state_dict(model), average it by the section `ema`, or unshard it before")
 
     def all_reduce_async(self, tensor: Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""

@@ -232,8 +232,8 @@ class Bucket:
         self.length = self.interval.length
 
     def summed_gradient(self, *, in_memory: bool = False) -> TieredTensor | None:
-        """The sum of a whole step. Of a shard that replicas divide, this rank's part is at the beginning of the shard's memory. With
-        `in_memory`, as where backward updates by it, None for one that is not: what rests is of earlier microbatches."""
+        """The sum of a whole step. Of a shard that replicas divide, this rank's part is at the beginning of the shard's memory.
+        `in_memory`, where backward updates by it: None for one that is not, as what rests is of earlier microbatches."""
         rest = None if in_memory else self.grad_rest
         summed = rest if self.grad is None else TieredTensor.of(self.grad)
         return summed.slice(0, self.length) if summed is not None and self.divided else summed

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -303,7 +302,7 @@ class FullState:
         """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
         self._model, self._units, self._mesh = model, units, mesh
         self._weights_of, self._gradient_dtype = weights_of, options.precision.sums
-        self._summed = partial(Bucket.summed_gradient, in_memory=options.optimizer_in_backward)
+        self._summed = lambda bucket: bucket.summed_gradient(in_memory=options.optimizer_in_backward)
         slots = [(spec, each.master.dtype, trained) for each in all_buckets(units) for spec, _, trained in each.rows()]
         specs = [TensorSpec(kind=MODEL, name=one.name, dtype=dtype, shape=one.region.shape) for one, dtype, _ in slots]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")

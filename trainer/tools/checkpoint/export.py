@@ -250,7 +250,7 @@ def _merged_tensors(
 
 def _base_values(reader: CheckpointReader, model: Any, *, decoded: bool) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
     """Return a function that gives tensors of the source the values that the run encoded, if they are to be `decoded`. Raises
-    `ConfigError` if it did not encode any, and for the original values of tensors that the checkpoint holds as they were encoded."""
+    `ConfigError` if it did not encode any, and for the original values of tensors that the checkpoint holds decoded."""
     resolved = reader.directory.parent.parent / CONFIG
     section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
     if (weights := encoded_weights(section)) is None:
