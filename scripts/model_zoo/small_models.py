@@ -146,13 +146,25 @@ _AS_HEADS = {"num_key_value_heads": 4}
 _DECODER = {"is_decoder": True}
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _OF_TYPES: Mapping[str, Mapping[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _AS_HEADS),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _AS_HEADS),
+    "deepseek_v2": {**_AS_HEADS, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     **dict.fromkeys(("minicpm3", "axk1", "axk2"), _AS_HEADS),
-    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"), _ROTARY),
+    **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_vl"), _ROTARY),
+    "hunyuan_v1_moe": {**_ROTARY, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "bailing_hybrid": {"first_k_dense_replace": 1, "num_expert_group": 2, "topk_group": 1},
     **dict.fromkeys(("bert-generation", "roc_bert"), _DECODER),
     "mamba2": {"num_heads": 8},
     "esm": {"vocab_size": _VOCABULARY, "pad_token_id": 0, "mask_token_id": 1},
-    "dots1": {"n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": _VOCABULARY,
+        "pad_token_id": 0,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "longt5": {"decoder_start_token_id": 0},
