@@ -78,6 +78,11 @@ class StateMemory:
         return PAGE + step % 2 * _RECORD_BYTES
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of states that are here, which an earlier process may have left."""
+        return os.fstat(self._descriptor).st_size - _STATES_AT
+
+    @property
     def free(self) -> bool:
         """True if no tensor is there any more that this process has allocated here."""
         return not self._pages

@@ -39,6 +39,7 @@ from zeromesh.optim import journal
 from zeromesh.trainer.data.sampler import SampleOrder
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.monitoring import run_directory, step_metrics
+from zeromesh.trainer.setup import memory_check
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
 if asked.get("simulated"):
@@ -178,6 +179,14 @@ if "full" in asked:
     step_metrics.io.FileIO = File
     for module, name in ((run_directory, "write_whole"), (step_metrics, "write_whole"), (store, "_require_free")):
         setattr(module, name, functools.partial(on_disk, getattr(module, name)))
+def left():
+    found, slots = trainer._recovery.memory, trainer._recovery.snapshots
+    held = [found and found.nbytes, slots and slots._own._memory.nbytes]
+    return 1 if any(held) else 1 << 40
+
+
+if asked.get("tight"):
+    memory_check.available_bytes, memory_check.swap_bytes = left, int
 TrainedModel.make_whole = makes_whole
 StateMemory.mark, StateMemory.write_record, journal.CHUNK_ELEMENTS = marks, writes, 8
 settings = {
@@ -571,6 +580,24 @@ def test_a_run_does_not_go_on_from_a_snapshot_of_another(undisturbed_run: Run, t
     """Of one that has failed before it in the same processes, with the same layout and optimizer."""
     found = run(tmp_path, *faults, first="fails", settings={"recovery": {"memory": "snapshots", "every_steps": 2}})
     assert found.went_well(undisturbed_run)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("layout", "settings", "asked"),
+    [
+        ("plain", {}, {}),
+        pytest.param("unfreezes", {}, GIVEN["unfreezes"], marks=FULL),
+        ("plain", {"recovery": {"memory": "snapshots", "every_steps": 1}}, {"first": "fails"}),
+    ],
+)
+def test_states_that_are_there_do_not_lack_the_next_start(
+    undisturbed_runs: Callable[[str], Run], tmp_path: Path, layout: str, settings: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Where the host has no memory beside them: they are used again, or given back for those of a checkpoint. What another run has
+    left is given back before the model is built."""
+    faults = [] if "first" in asked else [(6, 1, "SIGKILL")]
+    assert run(tmp_path, *faults, settings=settings, tight=True, **asked).went_well(undisturbed_runs(layout))
 
 
 @FULL

@@ -133,6 +133,8 @@ class Snapshots:
         trained = {name: row for each in known for name, row in each["trained"].items()}
         self.state = TrainerState.from_json({**known[0], "trained": trained}, "a snapshot") if known else None
         """The state of the trainer in the newest that is whole; None: there is none."""
+        if self.state is None:  # What others have left is of no use to anybody.
+            self.clear()
 
     @property
     def number(self) -> int:

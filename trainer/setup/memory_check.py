@@ -28,10 +28,11 @@ _TIGHT_DIVISOR = 10
 
 
 class HostMemory:
-    """The bytes available to the ranks of one host, and needed for states and for `inputs`, each rank's offloaded block inputs."""
+    """The bytes available to the ranks of one host, and needed for states and for `inputs`, each rank's offloaded block inputs.
+    `there` are those of states in the host's memory that an earlier start has left, and that this one uses again."""
 
     def __init__(
-        self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None
+        self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None, there: int = 0
     ) -> None:
         self.options, self.device, self.shards = options, mesh.device, mesh.shard.size
         self.ranks = mesh.environment.local_world_size
@@ -45,17 +46,17 @@ class HostMemory:
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [each for each in model.parameters() if not (each.is_meta or hasattr(each, "stored"))]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
-        self.free = available_bytes()
+        self.free = (free := available_bytes()) and free + there
         memory = device_memory(mesh.device) if self.on_device else None
         # A missing directory is on the disk of its nearest parent, and each disk counts once.
         disks = {os.stat(near).st_dev: near for near in map(nearest_directory, self.directories)}
         # The files that stay from an earlier start are used again.
         name = f"zeromesh-{glob.escape(options.offload.files.label)}-*.states"
-        there = [path for directory in self.directories for path in directory.glob(name)]
+        files = [path for directory in self.directories for path in directory.glob(name)]
         self.room = MemoryBytes(
             device=0 if memory is None else memory.free + memory.reserved - memory.allocated + freed[True],
             host=self.free + swap_bytes() + self.ranks * freed[False],
-            disk=sum(map(free_bytes, disks.values())) + sum(path.stat().st_size for path in there),
+            disk=sum(map(free_bytes, disks.values())) + sum(path.stat().st_size for path in files),
         )
 
     def check(self) -> list[str]:

@@ -319,8 +319,11 @@ def fill_engine(
 ) -> ZeroEngine:
     """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
     trained has `feeds`. Raises `StorageError` if memory or disk is short."""
+    there, hosts = 0, [each.host for each in mesh.locations]
     if recovery is not None and recovery.memory is not None:
         tiers.states, options = recovery.memory, replace(options, gradients_outlive=True)
+        rows = mesh.world.gather_integers([recovery.memory.nbytes])
+        there = sum(row[0] for row, host in zip(rows, hosts, strict=True) if host == hosts[mesh.rank])
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))
@@ -339,7 +342,7 @@ def fill_engine(
     tokens = config.batch.tokens or config.batch.micro_size * config.data.sequence_length
     inputs = away * tokens * (width if known else 0)
     inputs *= options.precision.compute.itemsize
-    console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts).check())
+    console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts, there).check())
     mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
 
