@@ -126,9 +126,11 @@ def main() -> None:
         obstacle = f"{type(error).__name__}: {error}"
     gc.freeze()
     gc.enable()
-    connection.send_bytes(json.dumps({"obstacle": obstacle}).encode())
+    connection.send_bytes(json.dumps({"obstacle": obstacle if modules else None}).encode())
     export({IMPORTED: str(time.monotonic() - began)})
-    arguments = None if obstacle else _serve(connection)
+    arguments = None if obstacle and modules else _serve(connection)
+    if arguments is not None and obstacle:  # It is there before any import, as by a `sitecustomize`.
+        os.execv(sys.executable, [sys.executable, *arguments])
     if arguments is not None:
         _end(_run(arguments))
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
 
 from zeromesh.environment import kept_environment, launched_by, python_arguments, setting
+from zeromesh.errors import CollectiveError
 
 _MODULE = "zeromesh.launch.fork_server"
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
@@ -43,6 +44,7 @@ class Nursery:
         self._start(modules)
 
     def _start(self, modules: Sequence[str]) -> None:
+        self._imports = bool(modules)
         self._connection, theirs = Pipe()
         # NumPy's library would start threads when it is imported; ranks have no use for them.
         alone = {} if setting(_NUMPY_THREADS) else {_NUMPY_THREADS: "1"}
@@ -89,7 +91,10 @@ class Nursery:
                 self._forks.popitem()[1].returncode = _LOST
 
     def _import_nothing(self, reason: str) -> None:
-        """Start anew without modules, so that each fork imports for itself."""
+        """Start anew without modules, so that each fork imports for itself. Raises `CollectiveError` if it was started so."""
+        if not self._imports:
+            cure = "look at what Python runs by itself at its start, such as a sitecustomize.py"
+            raise CollectiveError(f"{reason}, before it imported anything; {cure}")
         self._notify(f"each rank imports for itself: {reason}")
         self.close()
         self._start(())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zeromesh.errors import CollectiveError
 from zeromesh.launch.nursery import Fork, Nursery
 from zeromesh.launch.signals import STOP_SIGNALS
 
@@ -56,7 +57,9 @@ def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     def start(module: str) -> tuple[Nursery, list[str]]:
         notified: list[str] = []
         started.append(Nursery([module], {"EARLY": "early"}, notified.append))
+        until = time.monotonic() + 30
         while not started[-1].ready:
+            assert time.monotonic() < until
             started[-1].receive(1.0)
         return started[-1], notified
 
@@ -144,11 +147,30 @@ def test_forks_die_with_their_nursery(nursery, tmp_path):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("module", "reason"), [("threaded", "has started a thread"), ("broken", "ValueError: not today")])
-def test_where_imports_hinder_forks_nothing_is_imported(nursery, module, reason):
+@pytest.mark.parametrize(
+    ("module", "at_start", "reason"),
+    [
+        ("threaded", "", "has started a thread"),
+        ("broken", "", "ValueError: not today"),
+        ("killed", "", "ended with exit code 9"),
+        ("imported", "threaded", "has started a thread"),
+    ],
+)
+def test_where_imports_hinder_forks_nothing_is_imported(nursery, tmp_path, module, at_start, reason):
+    """`at_start` is what Python runs by itself, which is there before any import; each rank has its own then."""
+    (tmp_path / "sitecustomize.py").write_text(MODULES.get(at_start, ""))
     found, notified = nursery(module)
-    assert fork(found, 3, "-").wait() == 3
+    forks = [fork(found, "tells", tmp_path / name, GIVEN=name) for name in "ab"]
+    assert [each.wait() for each in forks] == [0, 0]
+    for name in "ab":
+        assert (tmp_path / name).read_text().splitlines()[0] == f"__main__ {name} early False True 0"
     assert not found.lost
     assert len(notified) == 1
     assert notified[0].startswith("each rank imports for itself: ")
     assert reason in notified[0]
+
+
+def test_where_python_itself_does_not_start_a_line_says_so(nursery, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(MODULES["killed"])
+    with pytest.raises(CollectiveError, match=r"ended with exit code 9, before it imported anything; look at .*sitecustomize"):
+        nursery("imported")
