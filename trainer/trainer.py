@@ -148,6 +148,7 @@ class Trainer(ModelOnMesh):
         self._recovery: Recovery | None = None
         self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
+        self._unplanned: TrainerConfig | None = None  # without what `parallel.auto` chose for the mesh
         self._run: RunContext | None = None
         if self.events.of_transformers and read_environment().world_size > 1:
             # Else transformers would join a process group of its own, which another process cannot join when a rank is lost.
@@ -172,7 +173,7 @@ class Trainer(ModelOnMesh):
             self.config = self.config.changed(checkpoint={"resume": named})
             if self._run is not None:
                 self._run.config = self._run.config.changed(checkpoint={"resume": named})
-        config = self.config
+        config = self.config if self._unplanned is None else self._unplanned.changed(checkpoint=vars(self.config.checkpoint))
         first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
         stays = first and not is_read_once(self.inputs.train_dataset)
         recovery = Recovery.begin(config, self.inputs.model, stays=stays)
@@ -187,7 +188,6 @@ class Trainer(ModelOnMesh):
                     raise
                 self._run = self._mesh = None
             recovery.rest()
-            # Without what `parallel.auto` chose for the lost mesh.
             self.config, self.start_times = config, StartTimes()
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
@@ -434,6 +434,7 @@ class Trainer(ModelOnMesh):
         if self._mesh is None:
             self.start_times.begin()
             if self.config.parallel.auto:
+                self._unplanned = self.config
                 self.config, planned = set_auto(self.config, self.inputs, read_environment())
                 self._planned = planned.check()
             self._mesh = connect(self.config)
