@@ -103,6 +103,7 @@ def _end(code: int) -> None:
     """End this fork as an interpreter ends, but without taking the modules apart, which takes a second."""
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
+        flush_files()  # An exit function may hide files from the collector, where they are found.
         atexit._run_exitfuncs()
     flush_files()
     os._exit(code)

@@ -93,8 +93,7 @@ class Nursery:
     def _import_nothing(self, reason: str) -> None:
         """Start anew without modules, so that each fork imports for itself. Raises `CollectiveError` if it was started so."""
         if not self._imports:
-            cure = "look at what Python runs by itself at its start, such as a sitecustomize.py"
-            raise CollectiveError(f"{reason}, before it imported anything; {cure}")
+            raise CollectiveError(f"{reason}, before it imported anything; look at what Python itself runs (sitecustomize.py)")
         self._notify(f"each rank imports for itself: {reason}")
         self.close()
         self._start(())

@@ -30,6 +30,11 @@ if what == "tells":
     threading.Thread(target=lambda: (time.sleep(0.2), write("thread"))).start()
     mine = [str(imported.PID == os.getppid()), str(os.getsid(0) == os.getpid()), str(signal.getsignal(signal.SIGCHLD))]
     write(" ".join([__name__, os.environ["GIVEN"], os.environ["EARLY"], *mine]))
+elif what == "keeps":
+    import gc
+    atexit.register(gc.freeze)
+    held = open(path, "w")
+    held.write("kept open")
 elif what == "draws":
     import random
     import numpy
@@ -96,6 +101,12 @@ def test_the_end_of_a_fork_is_that_of_an_interpreter(nursery, tmp_path, what, co
     (tmp_path / "out").touch()
     assert fork(nursery("imported")[0], what, tmp_path / "out").wait() == code
     assert (tmp_path / "out").read_text() == written
+
+
+def test_what_a_fork_has_written_is_in_its_file(nursery, tmp_path):
+    """Also where nobody closes it, and an exit function hides all objects from the collector."""
+    assert fork(nursery("imported")[0], "keeps", tmp_path / "out").wait() == 0
+    assert (tmp_path / "out").read_text() == "kept open"
 
 
 def test_forks_draw_different_numbers(nursery, tmp_path):
@@ -172,5 +183,5 @@ def test_where_imports_hinder_forks_nothing_is_imported(nursery, tmp_path, modul
 
 def test_where_python_itself_does_not_start_a_line_says_so(nursery, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(MODULES["killed"])
-    with pytest.raises(CollectiveError, match=r"ended with exit code 9, before it imported anything; look at .*sitecustomize"):
+    with pytest.raises(CollectiveError, match=r"exit code 9, before it imported anything; look at what Python itself runs"):
         nursery("imported")
