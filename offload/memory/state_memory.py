@@ -20,7 +20,7 @@ from zeromesh.offload.io.durable_tier import HEAD, sealed, unsealed
 from zeromesh.offload.io.transfer import PAGE, register_state_pages
 
 UNDO_BYTES = 8 << 20
-_RECORD_BYTES = 1 << 23
+_RECORD_BYTES = 1 << 26  # Only what is written takes memory.
 _UNDO_AT = PAGE + 2 * _RECORD_BYTES
 _STATES_AT = _UNDO_AT + UNDO_BYTES
 _POSITION_BITS = 24  # of the word: 2 x the chunks that are complete, plus 1 while the next one changes

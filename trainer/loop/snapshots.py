@@ -85,7 +85,7 @@ class Slots:
 
     def commit(self, number: int, images: Sequence[dict[str, Any]]) -> None:
         self._memory.write_record(number, {"images": images})
-        self._memory.mark(number)
+        self._memory.begin(number, self._key)  # Also after one that was too large.
 
     def clear(self) -> None:
         self.slots.clear()
@@ -126,8 +126,7 @@ class Snapshots:
         alike = all(mesh.world.gather_json(own is not None and own.facts["mesh"] == str(mesh.shape), "layouts of snapshots"))
         self._image = own if alike else None  # where this layout has written it
         self._served = [each for rank, each in images.items() if best and holders[best][rank] == mesh.rank]
-        self._loaded = False
-        self._identity = best[1:3] if best else (0, 0)  # The start in which slots were new, and the number.
+        self._start, self.number = best[1:3] if best else (0, 0)  # The start in which slots were new, and the latest one since.
         states = [each.facts["state"] for each in self._served]
         known = [each for row in mesh.world.gather_json(states, "the trainer's state") for each in row]
         trained = {name: row for each in known for name, row in each["trained"].items()}
@@ -136,27 +135,28 @@ class Snapshots:
         if self.state is None:  # What others have left is of no use to anybody.
             self.clear()
 
-    @property
-    def number(self) -> int:
-        return self._identity[1]
-
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
         """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states; the
         engine's progress is then as before."""
         before = replace(state, **engine.progress(own=True))
         try:
             load_engine(None, engine, state)
-            self._loaded = self._fill(engine)
+            loaded = self._fill(engine)
         except (CheckpointError, LayoutError):
-            self._loaded = False
-        if not self._loaded:
+            loaded = False
+        if not loaded:
+            self._image = None  # Nobody is to go on from it.
             load_engine(None, engine, before)
-        return self._loaded
+        return loaded
+
+    def _fits(self, shards: Sequence[TensorShard]) -> bool:
+        """Return True if the images have the tensors of all ranks."""
+        fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
+        return all(self._mesh.world.gather_json(fits, "tensors of snapshots"))
 
     def _fill(self, engine: ZeroEngine) -> bool:
         shards = self._shards(engine)
-        fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
-        if not all(self._mesh.world.gather_json(fits, "tensors of snapshots")):
+        if not self._fits(shards):
             return False
         reader = _reader(self._served, self._mesh) if self._image is None else None
         with engine.loading():
@@ -177,9 +177,11 @@ class Snapshots:
         sizes = {self._own: self._lengths[self._mesh.rank]}
         if self._others is not None:
             sizes[self._others] = sum(self._lengths[each] for each in self._sources[self._mesh.rank])
-        if not self._loaded or self._image is None:
+        # Also one that is older than what training goes on from counts until it is replaced: other ranks may be lost soon.
+        kept = self._image is not None and self._fits(shards)
+        if not kept:
             self.clear()
-            self._identity = (number_of_start(), 0)
+            self._start, self.number = number_of_start(), 0
             wanted = 2 * sum(sizes.values()) * hosts.count(hosts[self._mesh.rank])
             if not all(self._mesh.world.gather_json(wanted <= ROOM * available_bytes(), "room for snapshots")):
                 return False
@@ -190,7 +192,8 @@ class Snapshots:
         known = engine.ledger.by_purpose(where).get(Purpose.SNAPSHOTS, 0)
         engine.ledger.add(where, Purpose.SNAPSHOTS, 2 * sum(sizes.values()) - known)
         self._since = (step, time.perf_counter())
-        self._due = step + (1 if self._every_steps == "auto" else self._every_steps)
+        newest = self.state.step if kept and self.state is not None else 0
+        self._due = max(step, newest + (0 if self._every_steps == "auto" else self._every_steps - 1)) + 1
         return True
 
     def after_step(self, step: int, engine: ZeroEngine, state: Callable[[], TrainerState]) -> None:
@@ -199,15 +202,14 @@ class Snapshots:
             return
         (before, since), began, mesh, shards = self._since, time.perf_counter(), self._mesh, self._shards(engine)
         # Parameters that are trained since then have more states than there is room for.
-        if any(mesh.world.gather_json(_nbytes(shards) != self._lengths[mesh.rank], "sizes of snapshots")):
-            self._loaded = False
-            if not self.begin(engine, step):
-                return
-        start, number = self._identity = (self._identity[0], self.number + 1)
+        changed = mesh.world.gather_json(_nbytes(shards) != self._lengths[mesh.rank], "sizes of snapshots")
+        if any(changed) and not self.begin(engine, step):
+            return
+        number = self.number = self.number + 1
         slot = self._own.slots[number % 2]
         for shard, part in _parts(shards, slot):
             shard.values.copy_to(part)
-        facts: dict[str, Any] = {"step": step, "start": start, "number": number, "rank": mesh.rank}
+        facts: dict[str, Any] = {"step": step, "start": self._start, "number": number, "rank": mesh.rank}
         facts |= {"world": mesh.world_size, "mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank]}
         facts |= {"rows": self._rows(shards), "state": json.loads(state().to_json())}
         self._own.commit(number, [facts])
@@ -217,11 +219,8 @@ class Snapshots:
             self._others.commit(number, [known[each] for each in self._sources[mesh.rank]])
         self._since = (step, time.perf_counter())
         cost = (self._since[1] - began) / _COST * (step - before) / max(began - since, 1e-9)
-        if self._every_steps == "auto":
-            costs: list[float] = mesh.world.gather_json(cost, "the cost of snapshots")
-            self._due = step + max(1, *map(math.ceil, costs))
-        else:
-            self._due = step + self._every_steps
+        costs: list[float] = mesh.world.gather_json(cost, "the cost of snapshots") if self._every_steps == "auto" else []
+        self._due = step + (max(1, *map(math.ceil, costs)) if self._every_steps == "auto" else self._every_steps)
 
     def _copy_to_other_hosts(self, image: Tensor, copies: Tensor) -> None:
         rank = self._mesh.rank

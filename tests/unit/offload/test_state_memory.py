@@ -71,7 +71,7 @@ def test_a_record_is_that_of_its_step_and_whole(descriptor: int) -> None:
     memory._head[at : at + 1] = b"?"
     assert memory.record(6) is None, "it was being written"
     memory.begin(6, KEY)
-    memory.write_record(7, {"names": "x" * (1 << 23)})
+    memory.write_record(7, {"names": "x" * (1 << 26)})
     assert memory.position(KEY) is None, "training goes on, and a lost rank's successor from a checkpoint"
 
 

@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,18 +17,23 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.errors import DataError
+from zeromesh.errors import CollectiveError, DataError
 from zeromesh.launch.signals import STOP_SIGNALS, StopSignals, handled_signals, stop_requests
+from zeromesh.offload.memory import state_memory
+from zeromesh.trainer import trainer as trainer_module
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
+from zeromesh.trainer.loop.snapshots import Slots
 from zeromesh.trainer.setup.model import _check_first
+from zeromesh.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -40,6 +46,47 @@ def test_each_signal_is_a_request_to_stop(number: signal.Signals) -> None:
     assert request.signal == (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
     assert said == [f"{number.name}: stopping after this step; a second one stops at once"]
     assert signal.getsignal(number) is before
+
+
+def test_a_snapshot_with_a_large_record_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no room, so that the one before it is gone on from, and the next one counts."""
+    monkeypatch.setattr(state_memory, "_RECORD_BYTES", 1 << 12)
+    descriptor = os.memfd_create("snapshots")
+    slots = Slots(state_memory.StateMemory(descriptor), 7)
+    slots.open(1, warm=False)
+    for number, known in ((1, [1]), (2, [1]), (3, [3]), (4, [4, 3])):
+        facts = {"step": number, "start": 0, "number": number, "rank": 0, "world": 1, "nbytes": 1}
+        slots.commit(number, [{**facts, "state": "x" * (5000 if number == 2 else 1)}])
+        found = Slots(state_memory.StateMemory(os.dup(descriptor)), 7).images()
+        assert [each.facts["step"] for each in found] == known
+    os.close(descriptor)
+
+
+def test_what_a_plan_chose_is_chosen_again_for_the_ranks_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the script has joined the mesh before `fit`."""
+    shards = iter((2, 1))
+
+    def chosen(config: TrainerConfig, *_: Any) -> Any:
+        assert config.parallel.auto
+        assert config.parallel.shard == "auto"
+        return config.changed(parallel={"auto": (), "shard": next(shards)}), SimpleNamespace(check=lambda: None)
+
+    def fit(self: Trainer, recovery: Any) -> Any:
+        assert self.mesh is not None
+        if self.config.parallel.shard == 2:
+            raise CollectiveError("a host is lost")
+        return self.config
+
+    watch = SimpleNamespace(operations_begun=0)
+    recovery = SimpleNamespace(leaves=lambda *_: True, rest=lambda: None, end=lambda: None)
+    for name, each in (("set_auto", chosen), ("connect", lambda config: SimpleNamespace(watch=watch))):
+        monkeypatch.setattr(trainer_module, name, each)
+    monkeypatch.setattr(trainer_module.Recovery, "begin", lambda *_, **__: recovery)
+    monkeypatch.setattr(Trainer, "_fit", fit)
+    trainer = Trainer(torch.nn.Linear(1, 1), {"parallel": "auto", "run": {"output_dir": str(tmp_path)}})
+    assert trainer.mesh is not None
+    assert cast(Any, trainer.fit(resume=False)).parallel.shard == 1
+    assert trainer.config.checkpoint.resume == "never"
 
 
 def test_what_nohup_has_started_ignores_the_end_of_its_terminal() -> None:
@@ -111,8 +158,7 @@ def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
 def test_the_end_of_a_step_that_was_cut_short_counts_once() -> None:
     """Also in another `fit` after an error, without a launcher."""
     progress, events = RunProgress(max_nonfinite=0, step=2, unlogged=[0.5]), CallbackDispatcher(cast(Any, None), [])
-    engine = SimpleNamespace(optimizer_step=SimpleNamespace(journal=None))
-    run: Any = SimpleNamespace(progress=progress, events=events, model=SimpleNamespace(require_engine=lambda: engine))
+    run: Any = SimpleNamespace(progress=progress, events=events, states_of_callbacks=dict)
     for _ in range(2):
         RunContext.begin_end(run)
         assert (progress.best.waited, progress.unlogged, progress.owes, progress.log, progress.ended) == (0, [0.5], set(), [], "")
