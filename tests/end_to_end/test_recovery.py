@@ -36,6 +36,7 @@ from zeromesh import Trainer
 from zeromesh.checkpoint import store
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
+from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.data.sampler import SampleOrder
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.monitoring import run_directory, step_metrics
@@ -52,7 +53,7 @@ class Loss(nn.Sequential):
         return (super().forward(x) - y).square().mean()
 
 
-class Counts(nn.Tanh):
+class CountingTanh(nn.Tanh):
     calls = 0
 
     def forward(self, x):
@@ -65,7 +66,7 @@ class Counts(nn.Tanh):
 
 def build():
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else Counts() if asked.get("counts") else nn.Tanh()
+    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else CountingTanh() if asked.get("counts") else nn.Tanh()
     width = 7 if asked.get("changes") and (folder / "struck-0").exists() else 8
     return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
@@ -85,6 +86,29 @@ class Samples(list):
 
 def raises():
     raise RuntimeError("no more")
+
+
+class Counts(Callback):
+    begun = 0
+
+    def on_step_begin(self, trainer, step):
+        self.begun += 1
+
+    def on_substep_end(self, trainer, step):
+        faults.strike(f"substep of {step}")
+
+    def on_step_end(self, trainer, step, line):
+        if self.begun == asked.get("most"):
+            trainer.request(stop=True)
+
+    def on_epoch_end(self, trainer, epoch):
+        faults.strike(f"end of epoch {epoch}")
+
+    def state_dict(self):
+        return {"begun": self.begun} if self.begun else {}
+
+    def load_state_dict(self, state):
+        self.begun = state.get("begun", 0)
 
 
 class Faults(TrainerCallback):
@@ -222,7 +246,7 @@ if asked.get("first") == "fails":
         Trainer(build, first, train_dataset=dataset[::-1], callbacks=[Fails()]) as trainer,
     ):
         trainer.fit()
-callbacks = [faults, *[EarlyStoppingCallback(1)] * ("stops" in asked)]
+callbacks = [counts := Counts(), faults, *[EarlyStoppingCallback(1)] * ("stops" in asked)]
 if asked.get("edits"):
     if not (folder / "struck-0").exists():
         for name, text in (("config.json", json.dumps(settings)), ("module.py", "VALUE = 1")):
@@ -238,7 +262,7 @@ with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], 
     if asked.get("first") == "barrier":
         trainer.mesh.world.barrier("data of the script")
     losses = trainer.fit(*asked.get("fit", ())).losses
-    end = {"begun": faults.begun, "losses": losses}
+    end = {"begun": faults.begun, "losses": losses, "counts": counts.begun}
     end["logged"] = [line["step"] for line in trainer.state.log_history]
     end["is the model"] = bool(asked.get("given")) and trainer.model is model and model[0].weight is first
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
@@ -271,10 +295,11 @@ class Run:
         return json.loads((self.folder / f"end-{rank}").read_text())
 
     def went_well(self, undisturbed: "Run") -> bool:
-        """Exactly as if nothing had happened: losses and weights."""
+        """Exactly as if nothing had happened: losses, weights, and what a callback has counted."""
         assert self.process.returncode == 0, self.process.stderr
         assert self.losses == undisturbed.losses
-        assert all(self.end(rank)["weights"] == undisturbed.end(rank)["weights"] for rank in range(RANKS))
+        for what in ("weights", "counts"):
+            assert all(self.end(rank)[what] == undisturbed.end(rank)[what] for rank in range(RANKS)), what
         return True
 
     @property
@@ -515,6 +540,18 @@ def test_a_run_goes_on_from_a_snapshot(tmp_path: Path, when: Any, settings: dict
     found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings={**alone, "recovery": section}, **asked)
     assert found.went_well(undisturbed)
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
+
+
+def test_a_snapshot_counts_on_where_the_run_goes_on_from_newer_states(tmp_path: Path) -> None:
+    """It is of step 3 and the one that is left when another rank is lost, after a step with other trained parameters."""
+    asked: dict[str, Any] = {"given": True, "unfreezes": 6}
+    undisturbed = run(tmp_path / "undisturbed", **asked)
+    settings = {"checkpoint": {"every_steps": 0}, "recovery": {"copies": 1, "every_steps": 3}}
+    found = run(tmp_path / "lost", *((step, 1, "SIGKILL") for step in (2, 5, 6)), settings=settings, **asked)
+    assert found.went_well(undisturbed)
+    sources = [line["source"] for line in read_metrics(found.folder / "run" / "recoveries.jsonl")]
+    assert sources == ["memory", "memory", "snapshot"]
+    assert "went on after step 3, from a snapshot" in found.process.stdout
 
 
 NARROW = {"precision": {"compute": "bfloat16", "master": "float32", "reduce": "float32"}, "checkpoint": {"every_steps": 0}}
@@ -774,7 +811,25 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
         assert rows(found, name)[-1]["step"] == (5 if name == "metrics.jsonl" else 7)
         assert {row["step"]: row for row in rows(found, name)} == {row["step"]: row for row in rows(undisturbed_stop, name)}
     expected = [undisturbed_stop.end(rank) for rank in range(RANKS)]
-    assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged"))
+    assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged", "counts"))
+
+
+@pytest.mark.parametrize(
+    ("when", "settings"),
+    [
+        ("substep of 3", {}),
+        (2, {"recovery": {"memory": "off"}}),
+        pytest.param(6, {"recovery": {"memory": "off"}}, marks=FULL),
+        pytest.param("substep of 5", {"recovery": {"memory": "snapshots", "every_steps": 3}}, marks=FULL),
+        ("end of epoch 1", {"recovery": {"memory": "off"}}),
+    ],
+)
+def test_a_step_that_is_made_again_counts_once(undisturbed_run: Run, tmp_path: Path, when: Any, settings: dict[str, Any]) -> None:
+    """For callbacks, on all ranks: its midst, or steps since a checkpoint or since the beginning. What a callback has asked for in
+    steps that are lost is forgotten."""
+    asked = {"most": 7, "samples": 84} if when == "end of epoch 1" else {}
+    found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings=settings, **asked)
+    assert found.went_well(run(tmp_path / "undisturbed", **asked) if asked else undisturbed_run)
 
 
 def test_an_evaluation_that_ends_an_epoch_counts_once(tmp_path: Path) -> None:

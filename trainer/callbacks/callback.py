@@ -65,7 +65,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned, which may be empty where steps are made again after a lost rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

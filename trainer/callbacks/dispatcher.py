@@ -7,6 +7,7 @@ have the learning rate alone, as the real ones are partitioned, or do not exist.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -50,6 +51,7 @@ class CallbackDispatcher:
         """The requests of this rank after the present step. `should_training_stop` persists, and ends the run with a checkpoint."""
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
+        self._first: dict[int, Any] = {}  # the states of callbacks, by number, with which this process has begun
         for callback in callbacks:
             self.add(callback)
 
@@ -106,8 +108,7 @@ class CallbackDispatcher:
                 # transformers' Trainer has made the folder by now; `fit` reports errors.
                 with suppress(OSError):
                     Path(made.output_dir).mkdir(parents=True, exist_ok=True)
-            given = {"model": inputs.model, "processing_class": inputs.processing_class}
-            return {**given, "optimizer": None, "lr_scheduler": None}
+            return {"model": inputs.model, "processing_class": inputs.processing_class, "optimizer": None, "lr_scheduler": None}
         if event == "on_train_begin":
             self._arguments = arguments_of(trainer.run.config)  # The steps of an epoch are known now.
         elif event == "on_save":
@@ -160,23 +161,35 @@ class CallbackDispatcher:
         return {type(each).__name__: each.state() for each in exporting}
 
     def states(self) -> dict[str, Any]:
-        """Return the callbacks' states for a checkpoint by class name; of several callbacks of one class, the first."""
+        """Return copies of the callbacks' states for a checkpoint by class name; of several callbacks of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):
-                if isinstance(callback, Callback) and (state := callback.state_dict()):
-                    found.setdefault(type(callback).__name__, state)
+                if isinstance(callback, Callback) and getattr(callback.state_dict, "__func__", None) is not Callback.state_dict:
+                    found[type(callback).__name__] = found.get(type(callback).__name__) or callback.state_dict()
         exported = self._transformers_states()
-        return {**found, _EXPORTED: exported} if exported else found
+        # A record may be made of them in another thread, while callbacks hear of the next step.
+        return deepcopy({**found, _EXPORTED: exported} if exported else found)
 
-    def restore(self, states: Mapping[str, Any]) -> None:
-        exported = states.get(_EXPORTED, {})
+    def note_first(self) -> None:
+        """Note the states with which callbacks begin in this process, for `restore`."""
+        for number, each in enumerate(() if self._first else self._callbacks):
+            if isinstance(each, Callback | ExportableState):
+                self._first[number] = deepcopy(each.state_dict() if isinstance(each, Callback) else each.state())
+
+    def restore(self, states: Mapping[str, Any], *, lost: int | None = None) -> None:
+        """Give callbacks their `states`. If the process may have trained until now, and so many steps are `lost`, those of which
+        nothing is known get the one with which they began. What they have requested in steps that are lost is forgotten."""
+        exported, first = states.get(_EXPORTED, {}), {} if lost is None else deepcopy(self._first)
+        if lost:
+            self.control = TrainerControl()
         for number, callback in enumerate(self._callbacks):
             name = type(callback).__name__
-            if isinstance(callback, Callback) and states.get(name):
-                callback.load_state_dict(states[name])
-            elif isinstance(callback, ExportableState) and name in exported:
-                self._callbacks[number] = type(callback).from_state(exported[name])
+            if isinstance(callback, Callback):
+                if (state := states.get(name, first.get(number, {}))) or (lost is not None and callback.state_dict()):
+                    callback.load_state_dict(state)
+            elif isinstance(callback, ExportableState) and (name in exported or number in first):
+                self._callbacks[number] = type(callback).from_state(exported.get(name, first.get(number)))
 
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:

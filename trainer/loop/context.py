@@ -4,7 +4,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_high
 from typing import Any
@@ -134,6 +133,7 @@ class RunProgress:
     unfinished: StepResult | None = None
     """The result of the latest step, until it is logged, callbacks have heard of it, and what it asked for is done."""
     begun: dict[str, Any] = field(default_factory=dict)  # what that changes, as it was before, and after which `step`
+    concluded: tuple[int, dict[str, Any]] = (0, {})  # the latest step of which all is done, and the callbacks' states then
 
     @property
     def position(self) -> int:
@@ -245,9 +245,12 @@ class RunContext:
             progress.ended, progress.log[:] = "", progress.log[: begun["log_history"]]
             self.events.forget_requests(stop_epoch=self.events.control.should_epoch_stop)
             return
-        states = deepcopy(self.events.states()) if self.model.require_engine().optimizer_step.journal is not None else {}
-        noted = {"best": progress.best, "unlogged": [*progress.unlogged], "owes": sorted(progress.owes), "callbacks": states}
-        progress.begun = {"step": progress.step, "log_history": len(progress.log), **noted}
+        noted = {"best": progress.best, "unlogged": [*progress.unlogged], "owes": sorted(progress.owes), "step": progress.step}
+        progress.begun = {**noted, "log_history": len(progress.log), "callbacks": self.states_of_callbacks()}
+
+    def states_of_callbacks(self) -> dict[str, Any]:
+        """Return them where the run goes on from memory after a lost rank."""
+        return self.events.states() if self.model.require_engine().optimizer_step.journal is not None else {}
 
     def due_after(self, number: int, position: int) -> dict[str, bool]:
         """Return for each action if the configuration schedules it after step `number`, counted from 1, on the data of step

@@ -67,6 +67,16 @@ class Kept:
     """The buffers, by bucket, in which all ranks of a host have their master weights."""
     plain: bool = True  # The parameters that are trained are those of the start.
 
+    def state_after(self, last: int, ends_again: bool) -> TrainerState:
+        """Return the state to go on with after step `last`, with callbacks' states before what they hear of again: all that comes
+        after the step, or, if that `ends_again`, its end. In the midst of `last` they have heard what they hear until then."""
+        state, begun, (ended, callbacks) = self.state, self.progress.begun, self.progress.concluded
+        if state.step == last and ends_again:
+            begun = begun if begun.get("step") == last else {}
+            begun = begun and {**begun, "log_history": state.log_history[: begun["log_history"]]}
+            return replace(state, **begun, eval_loss=None, metric=None, ended="")
+        return replace(state, callbacks=callbacks) if state.step == last == ended else state
+
 
 @dataclass
 class Recovery:
@@ -175,19 +185,16 @@ class Recovery:
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
         if kept is not None:
-            begun = kept.progress.begun if kept.progress.begun.get("step") == kept.state.step else {}
-            begun = begun and {**begun, "log_history": kept.state.log_history[: begun["log_history"]]}
-            before = replace(kept.state, **begun, eval_loss=None, metric=None, ended="")
-            own |= {"states": [each.to_json().decode() for each in (kept.state, before)], "plain": kept.plain}
-            own |= {"shares": bool(kept.shared), "step": kept.state.step, "ends": kept.progress.unfinished is not None}
+            own.update(shares=bool(kept.shared), step=kept.state.step, plain=kept.plain, ends=bool(kept.progress.unfinished))
         rows = mesh.world.gather_json(own, "states in memory")
         self._record, memory.warm = None, False
         found = [row["record"] or {"step": 0} for row in rows]
         last = max(each["step"] for each in found)
         # A rank 0 that is lost may not have written the step's line.
         self._ends_again = "step" not in rows[0] or any(row.get("ends") or row.get("step", last) < last for row in rows)
-        contents = [row.get("states") and row["states"][self._ends_again and row["step"] == last] for row in rows]
-        self._states = [each and TrainerState.from_json(json.loads(each), "memory") for each in contents]
+        state = kept and json.loads(kept.state_after(last, self._ends_again).to_json())
+        contents = mesh.world.gather_json(state, "states of the trainer")
+        self._states = [each and TrainerState.from_json(each, "memory") for each in contents]
         if last and all(row["at"] and row.get("plain", True) and last - 1 <= row["at"][0] <= last for row in rows):
             stages = [mesh.shape.coordinate(rank)["pipeline"] for rank in range(len(rows))]
             # What a record says of single parameters is known to the ranks of the same stage.
@@ -282,8 +289,13 @@ class Recovery:
             progress.add(result)
         if self._ends_again:
             progress.unfinished = progress.unfinished or result
+        progress.concluded = (state.step, dict(state.callbacks))
         self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
         return state
+
+    def lost_steps(self, step: int) -> int | None:
+        """Return how many steps are made again from `step` on; None where no process has stayed."""
+        return (max(0, self.cause["step"] - step) if self.source != "memory" else 0) if self.cause else None
 
     def _restore_snapshot(self, run: RunContext) -> TrainerState | None:
         """Go on from the latest snapshot, unless a checkpoint is as new, or the states are on files."""
@@ -333,9 +345,8 @@ class Recovery:
         if on_files and not all(trained for _, trained in self._given.values()):
             return False  # Files that last have no frozen weights, and others end with the engine.
         elsewhere = self._kept is not None or taken or durable or bool(self._store(run).steps())
-        if not elsewhere or trained.module is not model or run.config.model.lora:
-            return False
-        if engine is None or engine.options.weights is not None:
+        fits = engine is not None and engine.options.weights is None and trained.module is model
+        if not (fits and elsewhere) or run.config.model.lora:
             return False
         trained.divided.restore()
         trained.restore_modules()

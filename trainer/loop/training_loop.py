@@ -132,6 +132,7 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         run = self.run
+        run.events.note_first()
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
             self._checkpoints.require_settings(state, run.settings)  # Every start reads the data anew.
             if self.recovery.source == "snapshot" or run.config.offload.parameters.tier == "file":
@@ -149,6 +150,7 @@ class TrainingLoop:
                 raise ConfigError(f"{why} are found: move it back to where it was, or choose another run.name")
             if self.recovery is not None:
                 self.recovery.require_values()
+                run.events.restore({}, lost=self.recovery.lost_steps(0))
             return
         run.progress.resume(state)
         self._take_over(state)
@@ -175,7 +177,7 @@ class TrainingLoop:
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
 
-    def _take_over(self, state: TrainerState) -> None:
+    def _take_over(self, state: TrainerState, *, goes_back: bool = False) -> None:
         """Go on with what an earlier process, or this one in an earlier mesh, has left in `state`."""
         run = self.run
         # Settings that a forward has written into the model's configuration keep the values that the run's first process had.
@@ -183,7 +185,8 @@ class TrainingLoop:
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
         run.model.description = kept | first
         self._evaluated = (state.step, state.eval_loss, state.metric)
-        run.events.restore(state.callbacks)
+        lost = self.recovery.lost_steps(state.step) if self.recovery is not None else None
+        run.events.restore(state.callbacks, lost=0 if goes_back else lost)
 
     def _train(self, feed: Feed) -> None:
         run, progress, note = self.run, self.run.progress, self.run.console.note
@@ -301,7 +304,7 @@ class TrainingLoop:
         ends = events.control.should_epoch_stop and run.ranks is run.mesh
         if run.plan.ends_epoch(position) or ends or (self._is_over and not self._signal):
             self._end_epoch(position)
-        progress.unfinished = None
+        progress.unfinished, progress.concluded = None, (progress.step, run.states_of_callbacks())
 
     def _finish_step(self, result: StepResult, position: int) -> None:
         """Log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
@@ -333,7 +336,7 @@ class TrainingLoop:
         if first:
             run.console.note(Detail(f"start: {sentence(times.parts)}"))
             if self.recovery is not None and (cause := self.recovery.cause):
-                lost = max(0, cause["step"] - progress.resumed.step) if self.recovery.source != "memory" else 0
+                lost = self.recovery.lost_steps(progress.resumed.step)
                 figures = {"seconds": time.time() - cause["time"], "parts": times.parts, "lost_steps": lost}
                 self._append(RECOVERIES, {**cause, **figures, "source": self.recovery.source})
             if unreached := run.model.require_engine().without_gradient:
@@ -355,11 +358,10 @@ class TrainingLoop:
 
     def _go_back(self) -> None:
         """Go back to an earlier checkpoint if a spike lasts, and leave out what later steps have written, as a resumed run does."""
-        run = self.run
-        if (found := rewind(run, self._checkpoints, self.recovery, self._loader.feed)) is None:
+        if (found := rewind(self.run, self._checkpoints, self.recovery, self._loader.feed)) is None:
             return
         state, line = found
-        self._take_over(state)
+        self._take_over(state, goes_back=True)
         self._line, self._last_written_step = None, 0
         self._checkpoints.record(self._state())
         if self._writer is not None:

@@ -28,11 +28,10 @@ _TIGHT_DIVISOR = 10
 
 
 class HostMemory:
-    """The bytes available to the ranks of one host, and needed for states and for `inputs`, each rank's offloaded block inputs.
-    `there` are those of states in the host's memory that an earlier start has left, and that this one uses again."""
+    """The bytes a host's ranks have, also those `kept` since an earlier start, and need for states and block `inputs` on files."""
 
     def __init__(
-        self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None, there: int = 0
+        self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None, kept: int = 0
     ) -> None:
         self.options, self.device, self.shards = options, mesh.device, mesh.shard.size
         self.ranks = mesh.environment.local_world_size
@@ -46,7 +45,7 @@ class HostMemory:
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [each for each in model.parameters() if not (each.is_meta or hasattr(each, "stored"))]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
-        self.free = (free := available_bytes()) and free + there
+        self.free = (free := available_bytes()) and free + kept
         memory = device_memory(mesh.device) if self.on_device else None
         # A missing directory is on the disk of its nearest parent, and each disk counts once.
         disks = {os.stat(near).st_dev: near for near in map(nearest_directory, self.directories)}

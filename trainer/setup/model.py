@@ -340,8 +340,7 @@ def fill_engine(
     width: Any = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
     known = feeds is not None and feeds.data.tokenizer is not None and isinstance(width, int)
     tokens = config.batch.tokens or config.batch.micro_size * config.data.sequence_length
-    inputs = away * tokens * (width if known else 0)
-    inputs *= options.precision.compute.itemsize
+    inputs = away * tokens * (width if known else 0) * options.precision.compute.itemsize
     console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts, there).check())
     mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())

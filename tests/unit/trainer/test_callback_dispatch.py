@@ -160,9 +160,10 @@ def test_states_come_back_to_callbacks_of_the_same_class() -> None:
         pass
 
     first = CallbackDispatcher(trainer_of(), [Own({"a": 1}), Own({"a": 2}), Other(), Theirs(3), Saves()])
-    states = first.states()
-    assert states == {"Own": {"a": 1}, "TransformersCallbacks": {"Theirs": {"args": {"count": 3}, "attributes": {}}}}
-    assert CallbackDispatcher(trainer_of(), [Own()]).states() == {}
+    states, later = first.states(), first.states()
+    later["Own"]["a"] = 2
+    assert states == {"Own": {"a": 1}, "Other": {}, "TransformersCallbacks": {"Theirs": {"args": {"count": 3}, "attributes": {}}}}
+    assert CallbackDispatcher(trainer_of(), [Own()]).states() == {"Own": {}}
     own, other = Own(), Other({"kept": 0})
     second = CallbackDispatcher(trainer_of(), [other, Theirs(), own, Saves()])
     second.restore(states)
@@ -171,6 +172,26 @@ def test_states_come_back_to_callbacks_of_the_same_class() -> None:
     assert second.of_transformers[0].count == 3  # type: ignore[attr-defined]
     second.restore({})
     assert own.state == {"a": 1}
+
+
+def test_callbacks_begin_again_with_the_states_that_they_had() -> None:
+    """Also those of one class, and those whose state was empty; a request to stop is one of the steps that are made again."""
+    own = [Own({"kept": 0}), Own(), Own({"kept": [1]})]
+    dispatcher = CallbackDispatcher(trainer_of(), [*own, Theirs(3)])
+    for _ in range(2):
+        dispatcher.note_first()
+        for each in own:
+            each.state = {**(each.state or {}), "more": 1}
+        own[2].state["kept"].append(2)
+        dispatcher.of_transformers[0].count = 9  # type: ignore[attr-defined]
+        dispatcher.request(stop=True)
+        dispatcher.restore({"Own": {"a": 1}}, lost=0)
+        assert dispatcher.control.should_training_stop
+        assert [each.state for each in own] == [{"a": 1}] * 3
+        dispatcher.restore({}, lost=3)
+        assert not dispatcher.control.should_training_stop
+        assert [each.state for each in own] == [{"kept": 0}, {}, {"kept": [1]}]
+        assert dispatcher.of_transformers[0].count == 3  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_is_waited_for_where_a_callback_may_read_it() -> None:
