@@ -9,7 +9,7 @@ whole until the next update. A record that is half written does not have its dig
 import glob
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,18 +134,18 @@ class DurableTier(FileTier):
         for slot in self._slots.values():
             slot.place, slot.moved = slot.place ^ slot.moved, False
 
-    def commit(self, step: int, content: Callable[[], bytes]) -> None:
-        """Begin to bring slots to the disk as they are after `step`, then a record with `content`, made in another thread."""
+    def commit(self, step: int, content: bytes) -> None:
+        """Begin to bring slots to the disk as they are after `step`, then a record with `content`."""
         self.wait()
         self._number += 1
         self._pending = self._committer.submit(self._commit, step, content)
 
-    def _commit(self, step: int, content: Callable[[], bytes]) -> None:
+    def _commit(self, step: int, content: bytes) -> None:
         slots = [(slot.label, slot.nbytes, slot.place, slot.parts()) for slot in self._slots.values()]
         for file in self._files:
             file.sync(data=True)
         record: Record = {"generation": self.generation, "number": self._number, "step": step, "slots": slots}
-        data = sealed({**record, "content": content().decode()})
+        data = sealed({**record, "content": content.decode()})
         file = self._commits[self._number % 2]
         file.write(torch.frombuffer(data, dtype=torch.uint8), 0)
         file.sync(data=True)

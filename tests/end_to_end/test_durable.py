@@ -18,6 +18,7 @@ from torch import nn
 import tests.support.durable_runs as runs
 from tests.support.waiting import is_running, logged_steps, wait_for
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.offload import DurableTier
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
@@ -50,11 +51,11 @@ def strike() -> None:
     raise StruckError
 
 
-def interrupted(folder: Path, when: str, asked: Any) -> None:
+def interrupted(folder: Path, when: str, asked: Any, *callbacks: Callback) -> None:
     restore = runs.at(when, strike)
     try:
         with pytest.raises(StruckError):
-            runs.train(folder, asked)
+            runs.train(folder, asked, callbacks=callbacks)
     finally:
         restore()
 
@@ -125,6 +126,34 @@ def test_weights_that_are_trained_later_are_on_files(tmp_path: Path, settings: d
     found = runs.train(tmp_path / "lost", settings, frozen, [Unfreezes()])
     assert found["losses"] == {step: loss for step, loss in whole["losses"].items() if step > 4}
     assert found["weights"] == whole["weights"]
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        self.seen.append(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_record_has_the_states_of_callbacks_after_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the midst of the next one, in which it is written."""
+    commit = DurableTier._commit
+
+    def later(self: DurableTier, step: int, content: bytes) -> None:
+        time.sleep(0.05)
+        commit(self, step, content)
+
+    monkeypatch.setattr(DurableTier, "_commit", later)
+    interrupted(tmp_path, "update 5", {}, Counts())
+    runs.train(tmp_path, {}, callbacks=[counts := Counts()])
+    assert counts.seen == [*range(1, runs.STEPS + 1)]
 
 
 def test_a_torn_record_does_not_count(base: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def at(when: str, strike: Callable[[], None]) -> Callable[[], None]:
             reached("update", self.tier._number + 1)  # Commits and steps have the same numbers here.
         return found
 
-    def commits(self: DurableTier, step: int, content: Callable[[], bytes]) -> None:
+    def commits(self: DurableTier, step: int, content: bytes) -> None:
         reached("before commit", step)
         commit(self, step, content)
         reached("after commit", step)

@@ -237,7 +237,7 @@ class TrainingLoop:
             if self.recovery is not None and not self._is_over:
                 self.recovery.after_step(run)
             if files is not None and not run.finished:
-                files.commit(progress.step, self._state(own=True).to_json)
+                files.commit(progress.step, self._state(own=True).to_json())
         if section.eval_at_end and run.data.eval is not None and not self._signal and self._current_evaluation[0] is None:
             self._save_last()
             self._evaluate()
