@@ -174,6 +174,12 @@ class DurableTier(FileTier):
         super().close()
 
 
+def committed_step(directories: Sequence[Path], label: str) -> int:
+    """Return the newest step that tiers with labels of this beginning have committed; -1: none."""
+    found = (path for each in directories for path in each.glob(f"zeromesh-{glob.escape(label)}-rank*.commit?"))
+    return max(map(_step_of, found), default=-1)
+
+
 def _step_of(path: Path) -> int:
     if not path.suffix.startswith(".commit"):
         return -1

@@ -248,6 +248,21 @@ def test_states_of_another_layout_stay(base: Path, tmp_path: Path, capsys: pytes
     assert goes_on(base, tmp_path, "plain", 5, saves)
 
 
+@pytest.mark.parametrize("other", [{"durable": False}, {"durable": False, "optimizer": "none"}])
+def test_states_are_not_passed_over_where_files_do_not_last(tmp_path: Path, other: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is begun anew over them, and an older checkpoint is used with a line."""
+    interrupted(tmp_path, "after commit 3", {})
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"offload: files of this run have its states of step 3.*There is none now; remove"):
+        runs.train(tmp_path, {"offload": {"optimizer": "file", **other}})
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    saves: dict[str, Any] = {"checkpoint": {"every_steps": 4, "asynchronous": False}}
+    interrupted(tmp_path, "after commit 5", saves)
+    capsys.readouterr()
+    assert len(runs.train(tmp_path, {**saves, "offload": {"optimizer": "file", **other}})["losses"]) == 2
+    assert "files of this run have its states of step 5" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("at_once")
 def test_states_of_more_ranks_are_not_passed_over_in_silence(base: Path, tmp_path: Path) -> None:
     """Without a checkpoint, fewer ranks would begin anew."""

@@ -14,8 +14,9 @@ import torch
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.environment import number_of_start
-from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
+from zeromesh.errors import CheckpointError, CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
+from zeromesh.offload.io.durable_tier import committed_step
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
@@ -143,6 +144,8 @@ class TrainingLoop:
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
         files = run.model.require_engine().durable
+        if files is None:
+            self._look_for_files(state)
         if state is None:
             # The first steps may be on no disk yet, and a run that is over removes its files.
             if files is not None and 2 < (last := self.directory.last_step(run.mesh)) < run.config.run.max_steps:
@@ -176,6 +179,18 @@ class TrainingLoop:
             run.console.note(f"nothing was trained: {complete}; {cure}")
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
+
+    def _look_for_files(self, state: TrainerState | None) -> None:
+        """Tell of files that last and are newer than `state`. Raises `CheckpointError` where the run would begin anew over them."""
+        mesh, files = self.run.mesh, self.run.model.require_engine().options.offload.files
+        look = partial(committed_step, files.directories, files.label)
+        step = max(map(int, mesh.world.all_or_raise("states on files", look, StorageError)))
+        if step > (-1 if state is None else state.step):
+            text = f"{files.directories[0]}: files of this run have its states of step {step}, and without offload.durable they are"
+            text += " not read: to keep these, start the run as it was, and save a checkpoint"
+            if state is None:
+                raise CheckpointError(f"{text}. There is none now; remove the files to begin the run anew")
+            self.run.console.note(f"WARNING: {text}; that of step {state.step} is used")
 
     def _take_over(self, state: TrainerState, *, goes_back: bool = False) -> None:
         """Go on with what an earlier process, or this one in an earlier mesh, has left in `state`."""
