@@ -188,8 +188,9 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             away = {each.name for each in self._frozen.referenced().tensors}
             self.saver.require_room([each for each in self._engine.checkpoint_state.tensors() if each.name not in away])
 
-    def try_small_files(self, state: Callable[[], TrainerState]) -> None:
-        """Write the small files of a checkpoint into a temporary folder. Raises `StorageError` on all ranks if one is refused."""
+    def try_small_files(self, state: Callable[[], TrainerState], *, held: bool = False) -> None:
+        """Write the small files of a checkpoint into a temporary folder, and the state of each rank where that is `held`, as
+        snapshots do, or files and memory that last. Raises `StorageError` on all ranks if one is refused."""
         engine, found = self._engine, state()  # All ranks call this, as pipeline stages gather parts of the state.
 
         def write() -> None:
@@ -200,6 +201,9 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
         if self._tries:
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
+        held = held or engine.durable is not None or engine.optimizer_step.journal is not None
+        if held and not self._goes_on:
+            self._mesh.world.all_or_raise("trial of the state", lambda: len(found.to_json()), StorageError)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Start saving; `wait` blocks, else `poll` completes it. Returns False for a failure; one too many is a `StorageError`."""

@@ -231,7 +231,7 @@ class TrainingLoop:
             progress.acts.append({"act": "went on", "cause": self.recovery.cause["cause"]})
         run.events.call("on_train_begin")
         if not self._is_over:
-            self._checkpoints.try_small_files(self._state)
+            self._checkpoints.try_small_files(self._state, held=self.recovery is not None and self.recovery.snapshots is not None)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
         samples = sum(map(len, run.data.evaluation_sets().values())) if section.eval_at_end else 0
         run.console.start(total_steps=section.max_steps, first_step=progress.step, after=samples / run.config.batch.global_size / 3)
