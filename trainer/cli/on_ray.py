@@ -29,16 +29,18 @@ class RayLauncher:
     """The launcher of one node's ranks, in an actor of Ray."""
 
     def run(self, work: tuple[Any, ...], directory: str, variables: Mapping[str, str], notify: Notify) -> Result:
-        """Run `work`, Python's arguments, how many ranks, the `Nodes` and files as read, until the run is over or leaderless."""
+        """Run `work`: Python's arguments, how many ranks, the `Nodes`, files as read and imports, until the run is over."""
         os.chdir(directory)
         export(variables)
-        arguments, processes, nodes, files = work
+        arguments, processes, nodes, files, imported = work
         READ.update(files)
         with noted_signals() as requests:
-            return run_starts(arguments, Follower(nodes, processes, notify, lambda: bool(requests.first)), requests)
+            return run_starts(arguments, Follower(nodes, processes, notify, lambda: bool(requests.first)), requests, **imported)
 
 
-def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mapping[str, str], notify: Notify) -> Result:
+def launch_on_ray(
+    argv: Sequence[str], processes: int, nodes: Nodes, env: Mapping[str, str], notify: Notify, **imported: Any
+) -> Result:
     """Run `python ARGUMENTS` as `processes` ranks on each of `nodes.most` nodes of a Ray cluster, with `env`, and go on while
     `nodes.least` of them are left, if that is less, or one. Returns as `launch_workers` does. Raises `ConfigError` without Ray, and
     on a client outside of the cluster, which the nodes cannot reach."""
@@ -71,7 +73,7 @@ def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mappin
     theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
 
     def ask(each: Any) -> Any:
-        return each.run.remote((argv, processes, theirs, READ), os.getcwd(), sent, notify)
+        return each.run.remote((argv, processes, theirs, READ, imported), os.getcwd(), sent, notify)
 
     def stopped() -> bool:
         """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""

@@ -1,6 +1,7 @@
 """`zeromesh train`, `evaluate` and `run`, which start ranks or run as one, `launch`, over ssh on several hosts, and `config`."""
 
 import argparse
+import ast
 import atexit
 import gc
 import hashlib
@@ -200,7 +201,7 @@ def run_train(options: argparse.Namespace) -> int:
         # In DeepSpeed's settings they follow from the number of ranks, and hosts may have other ones. Messages are short.
         skipped, shared = ("batch.", "parallel.") if config.notes else (), config.shared_settings().items()
         found["settings"] = {key: it for key, it in shared if len(str(it)) < 4000 and not key.startswith(skipped)}
-        return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))
+        return report(_launch(options, processes, {}, silence_seconds=silence, grows=config.recovery.grow, **found))
     if not options.worker and environment.read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
@@ -229,6 +230,21 @@ class _Script(SourceFileLoader):
         return self.source_to_code(environment.file_as_launched(Path(self.path)), self.path)
 
 
+_READ_BY_IMPORTS = re.compile(r"(HF|HUGGINGFACE|TRANSFORMERS|TORCH|OMP|MKL|KMP|OPENBLAS|USE|XDG)_\w+")
+
+
+def set_in_text(script: bytes) -> list[str]:
+    """Return the environment variables that a script sets by its text, and that libraries read when they are imported."""
+    found = set[str]()
+    with suppress(SyntaxError, ValueError):  # Ranks report it.
+        for node in ast.walk(ast.parse(script)):
+            sets = isinstance(node, ast.AugAssign) or isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+            if sets or getattr(getattr(node, "func", None), "attr", "") in ("setdefault", "update", "pop", "putenv"):
+                words = (getattr(each, name, None) for each in ast.walk(node) for name in ("value", "arg"))
+                found |= {each for each in words if isinstance(each, str) and _READ_BY_IMPORTS.fullmatch(each)}
+    return sorted(found)
+
+
 def run_script(options: argparse.Namespace) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
     processes, starts = ranks_of(options)
@@ -239,7 +255,9 @@ def run_script(options: argparse.Namespace) -> int:
         words = shlex.join(options.arguments) if options.nnodes[0] < options.nnodes[1] else ""
         told = {"script": script, "command line of the script": words.encode()}
         settings = {key: f"text of digest {hashlib.blake2b(it, digest_size=6).hexdigest()}" for key, it in told.items()}
-        return report(_launch(options, processes, settings=settings))
+        if own := set_in_text(script):
+            say(f"each rank imports for itself: the script sets {', '.join(own)}, which libraries read when they are imported")
+        return report(_launch(options, processes, {"modules": ()} if own else {}, settings=settings))
     sys.argv[:] = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
@@ -279,7 +297,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     return launch.world_size, False
 
 
-def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> WorkersFailed | int:
+def _launch(options: argparse.Namespace, processes: int, imported: dict[str, Any], **nodes: Any) -> WorkersFailed | int:
     least, most = options.nnodes
     if options.on and (options.node_rank is not None or options.rdzv_endpoint):
         raise ConfigError(f"--on {options.on} numbers the nodes and meets by itself; leave --node-rank and --rdzv-endpoint out")
@@ -297,8 +315,9 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
     if options.on:
         from zeromesh.trainer.cli.on_ray import launch_on_ray
 
-        return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(("PYTHONPATH", *FORWARDED)), say)
-    return launch_this_command(options, processes, nodes=where)
+        variables = _forwarded(("PYTHONPATH", *FORWARDED))
+        return launch_on_ray(_worker_arguments(options), processes, where, variables, say, **imported)
+    return launch_this_command(options, processes, nodes=where, **imported)
 
 
 def report(result: WorkersFailed | int) -> int:

@@ -151,6 +151,33 @@ def test_launchers_are_told_which_script_hosts_have_to_have_alike(
     assert others[2]["script"] != first["script"]
 
 
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("os.environ['HF_HOME'] = '/a'", ["HF_HOME"]),
+        ("def f():\n    environ['OMP_NUM_THREADS'], x = '2', 3", ["OMP_NUM_THREADS"]),
+        ("os.environ.setdefault('TRANSFORMERS_OFFLINE', '1')", ["TRANSFORMERS_OFFLINE"]),
+        ("os.environ.update({'HF_ENDPOINT': 'b'}, HF_HUB_OFFLINE='1')", ["HF_ENDPOINT", "HF_HUB_OFFLINE"]),
+        ("os.environ |= {'USE_TF': '0'}", ["USE_TF"]),
+        ("os.putenv('MKL_NUM_THREADS', '1'); del os.environ['XDG_CACHE_HOME']", ["MKL_NUM_THREADS", "XDG_CACHE_HOME"]),
+        ("os.environ.pop('HF_TOKEN', None)", ["HF_TOKEN"]),
+        ("os.environ['TOKENIZERS_PARALLELISM'] = 'false'; os.environ['MY_HF_HOME'] = 'a'", []),
+        ("x = os.environ['HF_HOME']; print(os.environ.get('HF_HOME', 'HF_HOME'), 'HF_HOME')", []),
+        ("this is no Python", []),
+        ("\0", []),
+    ],
+)
+def test_ranks_import_for_themselves_what_their_script_sets_variables_for(
+    launched: Launched, folder: Path, capsys: pytest.CaptureFixture[str], line: str, names: list[str]
+) -> None:
+    (folder / "train.py").write_text(line)
+    assert main(["run", "--nproc", "2", "train.py"]) == 0
+    (call,) = launched.calls
+    assert getattr(call, "modules", None) == (() if names else None)
+    said = f"zeromesh: each rank imports for itself: the script sets {', '.join(names)}, which libraries read"
+    assert (said in capsys.readouterr().err) is bool(names)
+
+
 def test_several_hosts_need_a_meeting_place(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--rdzv-endpoint HOST:PORT" in ended(capsys, ["train", "c.yaml", "--nnodes", "2"], 2).err
     assert not launched.calls
