@@ -125,6 +125,7 @@ class Leader:
         self._listener = listener or (listen(*nodes.where) if nodes.most > 1 and members is None else None)
         if self._listener is not None:
             self._listener.setblocking(False)
+        self._comes_and_goes = self._listener is not None and nodes.least < nodes.most
         self._members: list[Member] = [] if members is None else members
         self.ending = False
         """True once ranks were signalled to stop: a failure then does not stop the other ranks, which may still be saving."""
@@ -473,6 +474,8 @@ class Leader:
             self._count_electors()
         elif "left" in message:
             raise ConnectionError("it takes this leader for lost, and closes the connection alive")
+        elif self._comes_and_goes and field(message, "leaves", False):
+            raise ConnectionError("it was asked to end, as its ranks have, and others go on without it")
         elif "rest" in message and each.running and field(message, "of", self._starts) >= self._starts - 1:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):

@@ -98,8 +98,8 @@ class Follower:
         if self._connection is not None and self._is_joined:
             end = failure or WorkersFailed(message="", exit_code=0)
             code, noticed = min(end.exit_code, messages.MAX_EXIT_CODE), end.distance > 0
-            counts = {"limit": end.limit, "step": end.step, "left_out": end.left_out}
-            self._connection.send({"rest": code, "of": start, "text": str(end), "noticed": noticed, **counts})
+            more = {"limit": end.limit, "step": end.step, "left_out": end.left_out, "leaves": bool(code) and self._stopped()}
+            self._connection.send({"rest": code, "of": start, "text": str(end), "noticed": noticed, **more})
         found = self._wait(failure)
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
         if failure is not None and not failure.distance and isinstance(found, WorkersFailed):

@@ -260,6 +260,40 @@ def test_what_a_host_says_of_its_end() -> None:
     assert not host.running
 
 
+@pytest.fixture
+def come_and_go(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Leader, list[Member]]]:
+    """Starts hosts with these numbers of ranks, the leader's first, of which one is enough."""
+    listener = SimpleNamespace(setblocking=lambda blocks: None, close=lambda: None)
+    monkeypatch.setattr(leading, "listen", lambda *where: listener)
+    monkeypatch.setattr(Leader, "_wait", lambda self: None)
+    monkeypatch.setattr(Leader, "_last_will", lambda self, counts: {})
+    monkeypatch.setattr(Leader, "_serve", lambda self: None)
+
+    def start(own: int, *others: int, **nodes: Any) -> tuple[Leader, list[Member]]:
+        nodes = {"most": 5, "endpoint": "a:1", "last_call_seconds": 0.0, "max_restarts": 3} | nodes
+        leader = Leader(Nodes(**nodes), own, lambda line: None, bool, address_of=lambda left: ("there", 1234))
+        leader._members += (hosts := [member(f"b{number}", processes=it) for number, it in enumerate(others)])
+        assert isinstance(leader.first_start(), RankRange)
+        return leader, hosts
+
+    return start
+
+
+def test_a_host_that_is_asked_to_end_is_no_failure_of_the_others(come_and_go: Any) -> None:
+    """It may come back and be asked to end any number of times."""
+    leader, _ = come_and_go(1)
+    for _ in range(7):
+        leader._members.append(member("b"))
+        leader._has_new_hosts = True
+        assert leader.next_start(failed("another host has come", distance=1)).world_size == 3
+        (host,) = leader._members
+        with pytest.raises(ConnectionError) as error:
+            leader._take(host, {"rest": 143, "leaves": True})
+        leader._report_loss(host, error.value)
+        leader._members.clear()
+        assert leader.next_start(failed("was stopped by SIGTERM", 143)).world_size == 1
+
+
 GONE = ConnectionError("no sign")
 
 
@@ -553,11 +587,11 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     assert follower.poll() == Stop(5, "rank 0", after_step=True)
     long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
     waited: list[bool] = []
-    monkeypatch.setattr(follower, "_stopped", lambda: waited.append(follower.waits))
+    monkeypatch.setattr(follower, "_stopped", lambda: waited.append(follower.waits) is not None)
     assert isinstance(follower.next_start(long), RankRange)
-    assert waited == [False, True]
+    assert waited == [False, False, True]
     assert not follower.waits
-    counts = {"limit": 20, "step": 7, "left_out": 0}
+    counts = {"limit": 20, "step": 7, "left_out": 0, "leaves": False}
     assert wire.sent[-1] == {"rest": 255, "of": 0, "text": "rank 3: no memory", "noticed": True, **counts}
     assert follower.poll() is None, "a stop is over with the start after it"
     assert isinstance(follower.next_start(long), RankRange)
