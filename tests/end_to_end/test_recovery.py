@@ -821,13 +821,13 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
         (2, {"recovery": {"memory": "off"}}),
         pytest.param(6, {"recovery": {"memory": "off"}}, marks=FULL),
         pytest.param("substep of 5", {"recovery": {"memory": "snapshots", "every_steps": 3}}, marks=FULL),
-        ("end of epoch 1", {"recovery": {"memory": "off"}}),
+        ("end of epoch 0", {"recovery": {"memory": "off"}}),
     ],
 )
 def test_a_step_that_is_made_again_counts_once(undisturbed_run: Run, tmp_path: Path, when: Any, settings: dict[str, Any]) -> None:
     """For callbacks, on all ranks: its midst, or steps since a checkpoint or since the beginning. What a callback has asked for in
     steps that are lost is forgotten."""
-    asked = {"most": 7, "samples": 84} if when == "end of epoch 1" else {}
+    asked = {"most": 7, "samples": 84} if when == "end of epoch 0" else {}
     found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings=settings, **asked)
     assert found.went_well(run(tmp_path / "undisturbed", **asked) if asked else undisturbed_run)
 
