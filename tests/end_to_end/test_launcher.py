@@ -148,6 +148,34 @@ def test_what_scripts_have_written_is_there_at_their_end(tmp_path: Path) -> None
         (tmp_path / "open-0").unlink()
 
 
+LOG = """\
+from zeromesh import Callback
+class Log(Callback):
+    def on_train_begin(self, trainer):
+        self.file = open(f"log-{trainer.mesh.rank}", "w")
+    def on_step_end(self, trainer, step, metrics):
+        self.file.write(f"{step} ")
+"""
+LOGGED = """\
+model: {config: {model_type: gpt2, n_embd: 8, n_layer: 1, n_head: 1}}
+data: {train: text.txt, sequence_length: 8, eval_fraction: 0.0}
+batch: {global_size: 2}
+run: {name: run, max_steps: 3, callbacks: [{python: "mine:Log"}]}
+checkpoint: {every_steps: 0}
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_callbacks_have_written_is_there_at_the_end(tmp_path: Path, ranks: int) -> None:
+    """Also in files that nobody closes."""
+    for name, text in (("mine.py", LOG), ("run.yaml", LOGGED), ("text.txt", "What is written is read. " * 40)):
+        (tmp_path / name).write_text(text)
+    words = [sys.executable, "-m", "zeromesh", "train", "run.yaml", "--nproc", str(ranks)]
+    found = ended(words, seconds=100, folder=tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert found.returncode == 0, found.stderr
+    assert [(tmp_path / f"log-{rank}").read_text() for rank in range(ranks)] == ["1 2 3 "] * ranks
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [

@@ -352,6 +352,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
     times.end("imports")
     # The final collection of garbage takes seconds once torch and transformers are loaded.
     atexit.register(gc.freeze)
+    atexit.register(flush_files)  # Runs before that, which would pass over files that callbacks leave open.
     with Trainer(config=config) as trainer:
         trainer.start_times = times
         trainer.fit()
