@@ -290,9 +290,8 @@ class Tiers:
             except StorageError:
                 raise
             except (OSError, MemoryError, RuntimeError) as error:
-                raise StorageError(
-                    f"{tier.value} tier, {name}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
-                ) from error
+                what = f"{tier.value} tier, {name}: {length * dtype.itemsize:,} bytes"
+                raise StorageError(f"{what} cannot be allocated: {error}") from error
             parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory, slot=slot))
         return self._counted(dtype, parts, purpose)
 

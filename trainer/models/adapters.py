@@ -316,11 +316,9 @@ def _check_layers(model: Any, where: str) -> None:
     for name, layer in model.named_modules():
         is_wrapped = hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer")
         if is_wrapped and not _maps_last_dim(plain := layer.get_base_layer()):
-            raise ConfigError(
-                f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
-                "to multiply by its weight; name other layers",
-                where=f"{where}.targets" if where == "model.lora" else where,
-            )
+            what = f"{name.removeprefix('base_model.model.')} cannot have adapters"
+            why = f"a {type(plain).__name__} does more than to multiply by its weight; name other layers"
+            raise ConfigError(f"{what}, as {why}", where=f"{where}.targets" if where == "model.lora" else where)
 
 
 def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[[str], torch.Tensor]) -> None:

@@ -57,10 +57,8 @@ def comparison_table(record: Mapping[str, Any]) -> PlanTable:
     for tier, purposes in dict(record["memory"]).items():
         for name, pair in dict(purposes).items():
             terms.append((f"{tier}: {_TERM_TEXTS.get(name, name.replace('_', ' '))}", human_bytes, pair))
-    rows: list[tuple[str, ...]] = []
-    for name, shown, (predicted, measured) in terms:
-        rows.append((name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""))
-    return (str(record["layout"]), "predicted", "measured", "off"), rows
+    rows = [(name, shown(plan), shown(run), f"{plan / run - 1:+.0%}" if run else "") for name, shown, (plan, run) in terms]
+    return (str(record["layout"]), "predicted", "measured", "off"), [*rows]
 
 
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:

@@ -251,23 +251,16 @@ def _machine_of_card(name: str, devices: int) -> Machine:
     """Return the machine of a row of the table, with `devices` cards per host; other fields are those of `every` in the table."""
     row, every = cards.card_table()["cards"][name], cards.card_table()["every"]
     products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
-    return Machine.model_validate(
-        {
-            "name": row["name"],
-            "sources": every["sources"],
-            "device": {
-                **every["device"],
-                "memory_bytes": row["memory"],
-                "memory_bandwidth": row["bandwidth"],
-                "products": products,
-                "copies": {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]},
-            },
-            "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
-            "links": {"inside": {"nccl": every["link"] | {"bandwidth": row["link"]}}, "between": {"nccl": every["between"]}},
-            "disk": every["disk"],
-            "library": every["library"],
-        }
-    )
+    memory = {"memory_bytes": row["memory"], "memory_bandwidth": row["bandwidth"]}
+    copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
+    found = {
+        "name": row["name"],
+        "device": {**every["device"], **memory, "products": products, "copies": copies},
+        "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
+        "links": {"inside": {"nccl": every["link"] | {"bandwidth": row["link"]}}, "between": {"nccl": every["between"]}},
+        **{name: every[name] for name in ("sources", "disk", "library")},
+    }
+    return Machine.model_validate(found)
 
 
 def _machine_of_size(gigabytes: float, devices: int) -> Machine:

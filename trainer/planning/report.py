@@ -41,18 +41,14 @@ def _table(plan: Plan, rows: Sequence[Sequence[Estimate]], width: int | None, ti
     for estimate, *others in rows:
         longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
         least = min((each.device_bytes for each in others), default=0)
-        cells.append(
-            (
-                str(estimate.layout),
-                human_seconds(estimate.seconds),
-                human_bytes(estimate.device_bytes),
-                f"{estimate.device_bytes / plan.room.critical:.0%}",
-                human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
-                human_bytes(estimate.disk) if estimate.disk else "",
-                f"{longest.replace('_', ' ')} {estimate.phases[longest] / estimate.seconds:.0%}",
-                f"{len(others):,} more, from {human_bytes(least)}" if others else "",
-            )
+        row = (
+            *(str(estimate.layout), human_seconds(estimate.seconds), human_bytes(estimate.device_bytes)),
+            f"{estimate.device_bytes / plan.room.critical:.0%}",
+            *(human_bytes(each) if each else "" for each in (estimate.host_bytes, estimate.disk)),
+            f"{longest.replace('_', ' ')} {estimate.phases[longest] / estimate.seconds:.0%}",
+            f"{len(others):,} more, from {human_bytes(least)}" if others else "",
         )
+        cells.append(row)
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
     return table_lines([columns[at] for at in used], [[row[at] for at in used] for row in cells], right=columns[1:6], width=width)
 
@@ -85,12 +81,8 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
         {
             "layout": {**each.layout.values_by_key(), "accumulation": each.layout.accumulation},
             "bytes": {"device": dict(each.device), "host": dict(each.host), "file": each.disk},
-            "device_bytes": each.device_bytes,
-            "seconds": each.seconds,
             "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
-            "bubble": each.bubble,
-            "fits": each.fits,
-            "why_not": each.why_not,
+            **{name: getattr(each, name) for name in ("device_bytes", "seconds", "bubble", "fits", "why_not")},
         }
         for each in plan.rows
     ]

@@ -138,9 +138,8 @@ class Region:
             end = 0
             for interval in sorted(intervals, key=lambda each: (each.start, each.end)):
                 if interval.start < end or interval.end > size:
-                    raise LayoutError(
-                        f"dim {dim} of {size}: [{interval.start}, {interval.end}) overlaps another interval or ends beyond it"
-                    )
+                    where = f"dim {dim} of {size}: [{interval.start}, {interval.end})"
+                    raise LayoutError(f"{where} overlaps another interval or ends beyond it")
                 end = interval.end
         local_shape = tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
         split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _full_dim(size)), default=-1)

@@ -102,11 +102,10 @@ class ProcessMesh:
             self._mesh_groups.leave()
             raise
         except RuntimeError as error:  # torch has no narrower class for errors of gloo and the store
-            raise CollectiveError(
-                f"rank {self.rank} could not join the others at {environment.master_address}:{environment.master_port} "
-                f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
-                f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
-            ) from error
+            where = f"{environment.master_address}:{environment.master_port} ({str(error).splitlines()[0]})"
+            time = f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
+            cause = f"a rank has ended meanwhile, cannot be reached, or has not started within {time}"
+            raise CollectiveError(f"rank {self.rank} could not join the others at {where}; {cause}") from error
         together = shape.group_of(self.rank, *MODEL_AXES)
         self.model_size, self.model_index = len(together), together.index(self.rank)
         """The number of ranks that compute one batch together, and this rank's position among them."""

@@ -98,10 +98,9 @@ class GradientReducer:
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
-            raise PhaseError(
-                f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
-                "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
-            )
+            why = f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it"
+            cure = "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
+            raise PhaseError(f"{why}. {cure}")
         self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
         if self.digests is not None and not again:  # A second gradient may be added to the first already.

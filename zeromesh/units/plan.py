@@ -198,11 +198,9 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
         vectors = [module.get_buffer(f"{hook.name}_u") for hook in hooks]
         for vector in module.buffers(recurse=False) if isinstance(module, _SpectralNorm) else vectors:
             if vector.dtype != compute_dtype:
-                raise LayoutError(
-                    f"module {name} has a spectral norm with {vector.dtype} vectors, which PyTorch does not multiply by weights in "
-                    f"{compute_dtype}; set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model "
-                    f"before: model.to({compute_dtype})"
-                )
+                why = f"{vector.dtype} vectors, which PyTorch does not multiply by weights in {compute_dtype}"
+                cure = f"set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model before"
+                raise LayoutError(f"module {name} has a spectral norm with {why}; {cure}: model.to({compute_dtype})")
 
 
 def _require_own_memory(names: Iterable[tuple[nn.Parameter, list[str]]]) -> None:
