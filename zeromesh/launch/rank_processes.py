@@ -187,7 +187,9 @@ class RankProcesses:
     def leave(self, seconds: float, reason: str = "", after_step: bool = False) -> None:
         """Have all processes end within `seconds`; later they are killed. Ranks that can go on without others, or with more, rest
         instead if there is a `reason`: what others are lost, or why they rest after their present step and its checkpoint. With no
-        time and no reason, processes that are ending are killed too."""
+        time and no reason, processes that are ending are killed too. Nobody leaves for others that come once a `fit` is over."""
+        if after_step and any(each.told.get("trains") is False for each in self._ranks):
+            return
         if self._stop_until is not None and (seconds or reason or time.monotonic() >= self._stop_until):
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]

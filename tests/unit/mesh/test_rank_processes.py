@@ -324,6 +324,24 @@ def test_ranks_that_stay_end_their_step_where_more_come(started: Any, monkeypatc
     assert len(sent) == 1
 
 
+def test_ranks_that_have_trained_are_not_disturbed_by_hosts_that_come(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script does after its `fit` goes on, until it trains again."""
+    ranks, forks = started
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    recovers(forks, 0, 1, 2, patience=0.0)
+    for rank in range(3):
+        forks.tell(rank, trains=False)
+    assert not ranks.over()
+    ranks.leave(30, "another host has come", after_step=True)
+    assert sent == []
+    for rank in range(3):
+        forks.tell(rank, trains=True)
+    assert not ranks.over()
+    ranks.leave(30, "another host has come", after_step=True)
+    assert len(sent) == 3
+
+
 def test_a_stopped_process_is_killed_once_the_others_have_noticed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, forks = started
     sent: list[tuple[int, int]] = []
