@@ -186,8 +186,7 @@ def file_as_launched(path: Path, most: int = -1) -> bytes:
     if kept is None:
         READ[name] = content.decode("latin-1")
     elif key not in handed:
-        with open(kept.name, "ab", buffering=0) as file:
-            file.write(b"\n" + json.dumps({key: content.decode("latin-1")}).encode())
+        os.write(kept.fileno(), b"\n" + json.dumps({key: content.decode("latin-1")}).encode())
     return content
 
 
@@ -200,7 +199,7 @@ def files_handed_on() -> dict[str, str]:
 @cache
 def _handed_files() -> tuple[IO[bytes] | None, dict[str, str]]:
     with suppress(OSError):  # There are none in another container, or where a program starts ranks by itself.
-        return open(setting(FILES) or "", "rb"), {}
+        return open(os.open(setting(FILES) or "", os.O_RDWR | os.O_APPEND), "rb"), {}
     return None, {}
 
 

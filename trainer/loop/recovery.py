@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Self
@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start
-from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
+from zeromesh.errors import CheckpointError, CollectiveError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.launch.signals import hold_signals
 from zeromesh.mesh.mesh_shape import EXPERT_SHARD, axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.io.durable_tier import committed_step
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
 from zeromesh.rng import seed_of
@@ -452,3 +453,16 @@ def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
             group.broadcast(found, giver, "weights of a lost rank")
             if index == group.index:
                 own.copy_(found)
+
+
+def look_for_files(run: RunContext, state: TrainerState | None) -> None:
+    """Tell of files that last and are newer than `state`. Raises `CheckpointError` where the run would begin anew over them."""
+    mesh, files = run.mesh, run.model.require_engine().options.offload.files
+    look = partial(committed_step, files.directories, files.label)
+    step = max(map(int, mesh.world.all_or_raise("states on files", look, StorageError)))
+    if step > (-1 if state is None else state.step):
+        text = f"{files.directories[0]}: files of this run have its states of step {step}, and without offload.durable they are"
+        text += " not read: to keep these, start the run as it was, and save a checkpoint"
+        if state is None:
+            raise CheckpointError(f"{text}. There is none now; remove the files to begin the run anew")
+        run.console.note(f"WARNING: {text}; that of step {state.step} is used")

@@ -14,9 +14,8 @@ import torch
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.environment import number_of_start
-from zeromesh.errors import CheckpointError, CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
+from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
-from zeromesh.offload.io.durable_tier import committed_step
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
@@ -26,7 +25,7 @@ from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import COUNTERS, FitReport, Line, RunContext, comes_after
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
-from zeromesh.trainer.loop.recovery import Recovery, note_act, require_updates, rewind
+from zeromesh.trainer.loop.recovery import Recovery, look_for_files, note_act, require_updates, rewind
 from zeromesh.trainer.loop.train_step import REGROUP
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
@@ -145,7 +144,7 @@ class TrainingLoop:
         state = self._checkpoints.resume(run.settings)
         files = run.model.require_engine().durable
         if files is None:
-            self._look_for_files(state)
+            look_for_files(run, state)
         if state is None:
             # The first steps may be on no disk yet, and a run that is over removes its files.
             if files is not None and 2 < (last := self.directory.last_step(run.mesh)) < run.config.run.max_steps:
@@ -179,18 +178,6 @@ class TrainingLoop:
             run.console.note(f"nothing was trained: {complete}; {cure}")
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
-
-    def _look_for_files(self, state: TrainerState | None) -> None:
-        """Tell of files that last and are newer than `state`. Raises `CheckpointError` where the run would begin anew over them."""
-        mesh, files = self.run.mesh, self.run.model.require_engine().options.offload.files
-        look = partial(committed_step, files.directories, files.label)
-        step = max(map(int, mesh.world.all_or_raise("states on files", look, StorageError)))
-        if step > (-1 if state is None else state.step):
-            text = f"{files.directories[0]}: files of this run have its states of step {step}, and without offload.durable they are"
-            text += " not read: to keep these, start the run as it was, and save a checkpoint"
-            if state is None:
-                raise CheckpointError(f"{text}. There is none now; remove the files to begin the run anew")
-            self.run.console.note(f"WARNING: {text}; that of step {state.step} is used")
 
     def _take_over(self, state: TrainerState, *, goes_back: bool = False) -> None:
         """Go on with what an earlier process, or this one in an earlier mesh, has left in `state`."""
