@@ -245,6 +245,11 @@ def starts_of_run() -> list[str]:
     return names if handed_over(LINE) is not None else []
 
 
+def is_earlier_start(name: str) -> bool:
+    """Return whether `name` is an earlier start of this run; where starts have no names, whether there was one at all."""
+    return name in starts_of_run()[:-1] if starts_of_run() else number_of_start() > 0
+
+
 def launch_identity(environment: LaunchEnvironment) -> str:
     """Return a text that is equal in all ranks of one start, and differs between simultaneous starts on a host."""
     started = (os.environ.get(name, "") for name in _RUN_VARIABLES)

@@ -814,6 +814,14 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
     assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged", "counts"))
 
 
+def test_a_run_that_had_ended_early_goes_on_where_a_rank_is_lost_in_its_first_step(tmp_path: Path) -> None:
+    """A callback's end is one for the launch that it was asked for in, and not for a later one, whatever is lost in that."""
+    assert run(tmp_path, **STOPS).process.returncode == 0
+    found = run(tmp_path, ("substep of 8", 1, "SIGKILL"), **{**STOPS, "stops": 9})
+    assert found.process.returncode == 0, found.process.stderr
+    assert "ended after step 9: a callback asked to stop" in found.process.stdout
+
+
 @pytest.mark.parametrize(
     ("when", "settings"),
     [

@@ -122,6 +122,7 @@ class TrainerState:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
     patience: _Count = 0  # `run.patience` of the process that has written the state
+    start: str = ""  # the name of the launcher's start of the ranks that have written the state
     ended: str = ""  # why the run has ended before its last step; empty if it has not
     learning_rate: _Number = 0.0
     owes: Sequence[str] = ()  # of `evaluate` and `sample`: what was due after the step, and is left to be done

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.loader import candidates
-from zeromesh.environment import number_of_start
+from zeromesh.environment import is_earlier_start, starts_of_run
 from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
@@ -160,7 +160,7 @@ class TrainingLoop:
             self.recovery.source = "files"
         section, progress = run.config.run, run.progress
         same = (state.max_steps, state.patience) == (section.max_steps, section.patience)
-        if not (number_of_start() or (same and "run.patience" in state.ended)):
+        if not (is_earlier_start(state.start) or (same and "run.patience" in state.ended)):
             progress.ended = ""  # The user lets the run go on, as after a callback that limits the time of a job.
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
@@ -543,9 +543,8 @@ class TrainingLoop:
             metric=metric,
             callbacks=run.events.states(),
             unlogged=[*progress.unlogged],
-            seed=run.config.run.seed,
-            max_steps=run.config.run.max_steps,
-            patience=run.config.run.patience,
+            **{name: getattr(run.config.run, name) for name in ("seed", "max_steps", "patience")},
+            start="".join(starts_of_run()[-1:]),
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
             tracker=self._tracking.identity(run.config.run.name),
             log_history=[strict(line) for line in progress.log] if run.events.of_transformers else [],

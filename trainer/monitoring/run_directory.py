@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
-from zeromesh.environment import number_of_start, secret_values, starts_of_run
+from zeromesh.environment import is_earlier_start, number_of_start, secret_values, starts_of_run
 from zeromesh.errors import CollectiveError, ConfigError, StorageError, counted
 from zeromesh.files import open_regular, read_whole, refusals, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
@@ -69,10 +69,9 @@ class RunDirectory:
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
                 free = try_lock(file.fileno())
                 holder, _, start = file.read(200).decode(errors="replace").strip().partition("\n")
-                began = start in starts_of_run()[:-1]
-                self._goes_on = began if holder and starts_of_run() else bool(number_of_start())
+                self._goes_on = is_earlier_start(start) if holder else number_of_start() > 0
                 if not free:
-                    if not began:
+                    if start not in starts_of_run()[:-1]:
                         why = f"belongs to a run that is going on ({holder or 'another process'})"
                         raise ConfigError(f"{str(self.path)!r} {why}; wait for it, or give another run.name")
                     path.unlink()
