@@ -398,6 +398,14 @@ def test_a_rank_is_lost(base: Path, tmp_path: Path, when: str, given: bool) -> N
     assert told["lost_steps"] <= 1
 
 
+@pytest.mark.usefixtures("at_once")
+def test_a_rank_is_lost_that_alone_has_not_committed_the_first_step(base: Path, tmp_path: Path) -> None:
+    """Nothing is lost but that step: the run begins anew."""
+    found = ranks(tmp_path, when="before commit 1", rank=1, all=False)
+    assert went_well(found, tmp_path, base, settings={}, given=False)
+    assert read_metrics(tmp_path / "run" / "recoveries.jsonl")[0]["lost_steps"] == 1
+
+
 @FULL
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("seed", range(3))

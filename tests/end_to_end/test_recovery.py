@@ -18,7 +18,9 @@ import pytest
 from tests.simulated.device import compiler
 from tests.support.waiting import ended, wait_for
 from tests.unit.planning.test_machine import MACHINE
+from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimator
@@ -34,6 +36,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 from zeromesh import Trainer
 from zeromesh.checkpoint import store
+from zeromesh.mesh import process_mesh
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
 from zeromesh.trainer.callbacks.callback import Callback
@@ -43,6 +46,8 @@ from zeromesh.trainer.monitoring import run_directory, step_metrics
 from zeromesh.trainer.setup import memory_check
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
+if "hosts" in asked:
+    process_mesh.host_identity = lambda: f"host {rank % asked['hosts']}"
 if asked.get("simulated"):
     sys.path.insert(0, asked["simulated"])
     from tests.simulated import cases  # noqa: F401
@@ -547,11 +552,29 @@ def test_a_snapshot_counts_on_where_the_run_goes_on_from_newer_states(tmp_path: 
     asked: dict[str, Any] = {"given": True, "unfreezes": 6}
     undisturbed = run(tmp_path / "undisturbed", **asked)
     settings = {"checkpoint": {"every_steps": 0}, "recovery": {"copies": 1, "every_steps": 3}}
-    found = run(tmp_path / "lost", *((step, 1, "SIGKILL") for step in (2, 5, 6)), settings=settings, **asked)
+    found = run(tmp_path / "lost", *((step, 1, "SIGKILL") for step in (2, 5, 6)), settings=settings, hosts=2, **asked)
     assert found.went_well(undisturbed)
     sources = [line["source"] for line in read_metrics(found.folder / "run" / "recoveries.jsonl")]
     assert sources == ["memory", "memory", "snapshot"]
     assert "went on after step 3, from a snapshot" in found.process.stdout
+
+
+def test_copies_need_another_host(tmp_path: Path) -> None:
+    found = run(tmp_path, settings={"recovery": {"copies": 1}})
+    assert found.process.returncode == 2
+    assert "recovery.copies: 1 has copies on another host, and all ranks are on one; start them on several" in found.process.stderr
+
+
+@pytest.mark.parametrize("section", [{"survivors": "keep"}, {"memory": "snapshots"}, {"survivors": "restart", "copies": 1}])
+def test_what_a_launcher_of_others_cannot_give_is_refused(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any]) -> None:
+    """Where it is asked for: the resolved configuration of a run names all keys, also those that were left as they are."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    name, value = [*section.items()][-1]
+    with pytest.raises(ConfigError, match=f"recovery.{name}: {value} needs a launcher that keeps ranks and memory"):
+        Recovery.begin(load_config({"recovery": section}), None, stays=True)
+    resolved = load_config({"recovery": load_config(None).recovery.model_dump()})
+    assert Recovery.begin(resolved, None, stays=True) is None
 
 
 NARROW = {"precision": {"compute": "bfloat16", "master": "float32", "reduce": "float32"}, "checkpoint": {"every_steps": 0}}

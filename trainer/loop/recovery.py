@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
-from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start
-from zeromesh.errors import CheckpointError, CollectiveError, NonFiniteError, StorageError, counted, some
+from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start, read_environment
+from zeromesh.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.launch.signals import hold_signals
 from zeromesh.mesh.mesh_shape import EXPERT_SHARD, axes_of
@@ -52,6 +52,8 @@ from zeromesh.units.unit import Bucket, all_buckets, set_values
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import extra_states, persistent_buffers
 
+_UNKEPT = "needs a launcher that keeps ranks and memory; start them by `zeromesh train --nproc` or `run`, or leave it out"
+_ONE_HOST = "has copies on another host, and all ranks are on one; start them on several (`--nnodes`), or set it to 0"
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
 _MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
@@ -112,10 +114,15 @@ class Recovery:
     def begin(cls, config: TrainerConfig, model: Any, *, stays: bool) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end. Without
         `stays` all ranks start again: a new process would do first with others what this one has done, such as an evaluation."""
-        line, states = line_to_launcher(), handed_over(STATES)
-        if line is None or states is None or config.recovery.survivors == "end":
+        line, states, section = line_to_launcher(), handed_over(STATES), config.recovery
+        if line is None or states is None or section.survivors == "end":
+            given = section.model_fields_set  # all of them in the resolved configuration of another run
+            asked = {"memory": "snapshots", "copies": 1} | ({"survivors": "keep"} if given < {*vars(section)} else {})
+            named = [f"recovery.{name}: {asked[name]}" for name in asked if name in given and getattr(section, name) == asked[name]]
+            if named and line is None and read_environment().world_size > 1:
+                raise ConfigError(f"{' and '.join(named)} {_UNKEPT}")
             return None
-        stays = stays and config.recovery.survivors == "keep"
+        stays = stays and section.survivors == "keep"
         # Replicas that take local steps are at one step in a checkpoint alone.
         journals = stays and config.recovery.memory == "auto" and config.parallel.sync_every == 1
         return cls(config, line, stays, _memory(states) if journals else None, model if isinstance(model, nn.Module) else None)
@@ -128,6 +135,8 @@ class Recovery:
         self._key, section, self.snapshots = seed_of(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
         # The last host that is left goes on from the copies that it has, and has snapshots without them.
         copied = section.copies > 0 and (len({each.host for each in mesh.locations}) > 1 or number_of_start() > 0)
+        if section.copies > 0 and not copied:
+            raise ConfigError(f"recovery.copies: {section.copies} {_ONE_HOST}")
         on_device = section.memory == "auto" and is_accelerator(mesh.device) and self.config.parallel.sync_every == 1
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):

@@ -177,7 +177,7 @@ def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOpti
             files.resume(own[common])
         except StorageError as error:
             problem = str(error)
-    elif common is None and any(each[2] > newest for each in chain.from_iterable(known)):
+    elif common is None and any(each[2] > newest + 1 for each in chain.from_iterable(known)):
         problem = f"not all ranks have committed a step that some have ({files.paths[0]})"
     problems = [each for each in mesh.world.gather_json(problem, "states on files") if each]
     if problems and tiers.checkpoint < 0:

@@ -52,6 +52,8 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"recovery": {"spike_factor": 4}, "run": {"on_nonfinite": "stop"}}, "run.on_nonfinite: stop does not go with"),
         ({"recovery": {"spike_factor": 4, "on_spike": "stop"}, "run": {"on_nonfinite": "stop"}}, ""),
         ({"recovery": {"on_spike": "stop"}}, "recovery.on_spike: stop is about spikes"),
+        ({"recovery": {"survivors": "end", "memory": "snapshots"}}, "recovery.memory: snapshots with recovery.copies 0 takes"),
+        ({"recovery": {"survivors": "end", "copies": 1}}, "recovery.memory: auto with recovery.copies 1 takes snapshots"),
         ({"recovery": {"rewind_steps": 9}}, "recovery.rewind_steps: 9 is about spikes that are passed over"),
         ({"recovery": REWINDS | {"on_spike": "accept"}}, "spike_factor is 4 with recovery.on_spike accept"),
         ({"recovery": REWINDS, "run": {"max_nonfinite": 0}}, "recovery.rewind_steps: 200 counts from run.max_nonfinite"),
