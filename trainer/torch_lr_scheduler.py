@@ -34,9 +34,8 @@ class TorchSchedule:
         settings, group = self._settings, self._optimizer.param_groups[0]
         momentum = _momentum_of(group)
         if settings.name == "sgd" and momentum and not settings.momentum:
-            why = f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0"
-            cure = "set optimizer.momentum, or give the scheduler cycle_momentum=False"
-            raise ConfigError(f"{why}, so that the optimizer keeps none; {cure}")
+            why = f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0, so that the optimizer keeps none"
+            raise ConfigError(f"{why}; set optimizer.momentum, or give the scheduler cycle_momentum=False")
         return float(group["lr"]) / settings.lr if settings.lr else 0.0, momentum
 
     def factor(self, step: int) -> float:

@@ -119,9 +119,8 @@ class Trainer(ModelOnMesh):
         if unknown:
             raise ConfigError([f"Trainer takes no argument {name}; {_unknown_argument_hint(name)}" for name in unknown])
         if hooks := [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]:
-            cure = "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
-            why = f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls"
-            raise ConfigError(f"{why} and this one does not; {cure}")
+            why = f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not"
+            raise ConfigError(f"{why}; subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)")
         unused = frozenset[str]() if train_dataset is None and eval_dataset is None else _DATA_KEYS
         loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
         tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"

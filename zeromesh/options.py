@@ -147,8 +147,7 @@ class Precision(keys.PrecisionKeys):
         moments = sums if states == "float32" else states
         weights = "no master weights" if self.masterless else f"master weights {master}"
         weights += " but Kahan's compensation" if self.compensated else ""
-        kept = f"{weights}, {optimizer} moments {moments}, {scale}"
-        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}"
+        return f"precision: parameters and gradients {compute}, sums {reduce}, {weights}, {optimizer} moments {moments}, {scale}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

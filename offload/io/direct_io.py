@@ -118,8 +118,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         at = begin
         while at < end:
             if (count := move(self._buffered, pieces, at)) == 0:
-                wanted = f"{end - begin:,} were to be {done_to} at {begin:,}"
-                raise StorageError(f"{self.path!r} ends after {at:,} bytes; {wanted}")
+                raise StorageError(f"{self.path!r} ends after {at:,} bytes; {end - begin:,} were to be {done_to} at {begin:,}")
             at += count
             while at < end and count >= len(pieces[0]):
                 count -= len(pieces.pop(0))

@@ -111,8 +111,7 @@ class DurableTier(FileTier):
             slot = self.allocate(nbytes, label)
             slot.place, slot.kept = place, True
             if slot.parts([length for length, _ in parts]) != [*map(tuple, parts)]:
-                files = ", ".join(self.paths)
-                raise StorageError(f"file tier, {label}: not the bytes of step {record['step']} ({files})")
+                raise StorageError(f"file tier, {label}: not the bytes of step {record['step']} ({', '.join(self.paths)})")
         self._number, self.resumed = record["number"], record
 
     def clear(self) -> None:

@@ -297,8 +297,7 @@ def padded_batch(batch: _Batch, multiple: int) -> dict[str, Any]:
     `position_ids`, and with `labels` also `shift_labels`. Raises `DataError` for a field that does not go along sequences."""
     ids = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
     if ids is None or ids.dim() < 2:
-        there = f"it has {', '.join(batch)}"
-        raise DataError(f"parallel.context divides sequences, and the batch has no input_ids; {there}")
+        raise DataError(f"parallel.context divides sequences, and the batch has no input_ids; it has {', '.join(batch)}")
     rows, length = ids.shape[:2]
     found: dict[str, Any] = {"position_ids": torch.arange(length).expand(rows, length), **batch}
     if isinstance(labels := batch.get("labels"), Tensor):

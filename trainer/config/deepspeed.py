@@ -229,8 +229,7 @@ def _schedule(read: Translation) -> Pairs:
         first = read.count(f"{prefix}cycle_first_step_size")
         steps = first + (read.count(f"{prefix}cycle_second_step_size") or first)
         if lowest is None or not highest or lowest > highest:
-            need = "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher"
-            read.refuse(f"{prefix}cycle_max_lr", need)
+            read.refuse(f"{prefix}cycle_max_lr", "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher")
             return
         yield from (("schedule.warmup_steps", first), ("schedule.warmup_ratio", None), ("optimizer.lr", highest))
         yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))

@@ -131,8 +131,7 @@ def _read(source: Any, chain: tuple[Path, ...] = (), absent: str = "no such file
         bases = [f"{base.__module__}.{base.__name__}" for base in type(source).__mro__]
         if "transformers.training_args.TrainingArguments" in bases:
             raise ConfigError(ARGUMENTS_ADVICE)
-        problem = f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig"
-        raise ConfigError(problem, where="config")
+        raise ConfigError(f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config")
     base = data.pop("base", None)
     if foreign := foreign_problems(data):
         raise ConfigError(foreign, where=where)

@@ -54,8 +54,7 @@ class Redaction:
     def values(self, values: Any, secret: bool = False) -> Any:
         """Redact all texts in mappings and lists, and whole values of secret keys; the structure is kept."""
         if isinstance(values, Mapping):
-            items = values.items()
-            return {self.values(key): self.values(value, secret or is_secret(str(key), value)) for key, value in items}
+            return {self.values(key): self.values(value, secret or is_secret(str(key), value)) for key, value in values.items()}
         if isinstance(values, list | tuple):
             return [self.values(value, secret) for value in values]
         if secret and values not in ("", None) and not isinstance(values, bool):

@@ -37,8 +37,7 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
     if isinstance(dataset, str | bytes | os.PathLike):
         raise DataError(f"{name} is {str(dataset)!r}; give a dataset, or name text in the configuration: data.train")
     if isinstance(dataset, Mapping):
-        splits = ", ".join(map(repr, dataset))
-        raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
+        raise DataError(f"{name} is a mapping of splits ({', '.join(map(repr, dataset))}); pass one of them, such as {name}[...]")
     if getattr(dataset, "batch_sampler", None) is not None:  # None: of a DataLoader with batch_size=None
         cure = "give its dataset, with its collate_fn as data_collator, and batch.global_size and batch.micro_size"
         raise DataError(f"{name} is a {type(dataset).__name__}, whose items are batches and not samples; {cure}")
@@ -234,9 +233,8 @@ class BatchRules:
         if texts and self.collate is None:
             raise DataError(f"sample {index}: {texts[0]} is text, which forward takes; pass a data_collator for it")
         if not found and sample:
-            why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}"
-            cure = "if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
-            raise DataError(f"{why}. Name its fields after them, or, {cure}")
+            why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}. Name its fields after them"
+            raise DataError(f"{why}, or, if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)")
         return found
 
 

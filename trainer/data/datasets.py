@@ -130,8 +130,7 @@ class _DatasetLoader:
                 found[name] = self._pack(own, text, 0, text.kept, f"{where} {source.name!r}")
             evaluation = found.get("", found)
         if entropy is not None:
-            line = f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"
-            self.notes.append(Detail(line))
+            self.notes.append(Detail(f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"))
         facts: dict[str, Any] = {"answer_ends": tuple(self.answer_ends), "classes": tuple(self.classes)}
         facts |= {"notes": tuple(self.notes), "byte_pair_entropy": entropy}
         return RunData(train=train, eval=evaluation, tokenizer=self.tokenizer, **facts)
@@ -145,8 +144,7 @@ class _DatasetLoader:
             return section
         self.notes.append(f"{where} {source.name!r} has rows of format {form}")
         # Rows share a sequence only if the model was found to keep the documents of one sequence apart.
-        packing = section.packing and section.separates
-        return section.model_copy(update={"format": form, "mixture": None, "packing": packing})
+        return section.model_copy(update={"format": form, "mixture": None, "packing": section.packing and section.separates})
 
     def _load_part(
         self, section: DataSection, where: str, fraction: float

@@ -356,9 +356,8 @@ def _require_sendable(batch: Batch, microbatch: Microbatch) -> None:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
                 why = "needs gradients" if leaf.device.type == "cpu" else f"lies on {leaf.device}"
-                what = f"{name} of global samples {some(microbatch.samples, 8)} {why}"
-                cure = "return plain tensors on the CPU, or set data.workers: 0"
-                raise DataError(f"{what}, and a data worker cannot hand that over; {cure}")
+                what = f"{name} of global samples {some(microbatch.samples, 8)} {why}, and a data worker cannot hand that over"
+                raise DataError(f"{what}; return plain tensors on the CPU, or set data.workers: 0")
         try:
             ForkingPickler.dumps(pytree.tree_map_only(Tensor, lambda _: None, value))
         except Exception as error:

@@ -109,14 +109,12 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     lengths = kept.sum(1)
     if missing := [sample for sample, length in zip(samples, lengths.tolist(), strict=True) if not length]:
         who = f"sample {some(missing)} has" if len(missing) == 1 else f"samples {some(missing, 8)} have"
-        cure = f"Set the labels of prompts to {IGNORED_LABEL}"
-        why = f"it is what stands before the first label that is not {IGNORED_LABEL}. {cure}"
-        raise DataError(f"predict_with_generate: {who} no prompt: {why}")
+        why = f"predict_with_generate: {who} no prompt: it is what stands before the first label that is not {IGNORED_LABEL}"
+        raise DataError(f"{why}. Set the labels of prompts to {IGNORED_LABEL}")
     # A stable sort moves kept positions to the end, in order.
     order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     kept = kept.gather(1, order)
-    cut = ids.gather(1, order).masked_fill(~kept, padding)
-    inputs: dict[str, Any] = {"input_ids": cut, "attention_mask": kept.long()}
+    inputs: dict[str, Any] = {"input_ids": ids.gather(1, order).masked_fill(~kept, padding), "attention_mask": kept.long()}
     for name, value in batch.items():
         if name in inputs or name in ("labels", "position_ids"):
             continue

@@ -164,8 +164,7 @@ def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequ
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
     if new := [token for token in dict.fromkeys(tokens) if settings is not None and token not in ends_of(settings)]:
         settings.eos_token_id = [*ends_of(settings), *new]
-    added = "is added, as it ends texts of the data"
-    return [f"generation_config.eos_token_id: {token} ({name([token])!r}) {added}" for token in new]
+    return [f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends texts of the data" for token in new]
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:

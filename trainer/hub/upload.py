@@ -82,9 +82,8 @@ def push(
         try:
             commits.append(while_posting(trainer.mesh, upload))
         except Exception as error:  # noqa: BLE001 - a library's and the network's
-            problem = f"the model could not be uploaded to {repository}: {_described(error, token)}"
-            cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
-            raise StorageError(f"{problem}. {cure}") from None
+            why = f"the model could not be uploaded to {repository}: {_described(error, token)}"
+            raise StorageError(f"{why}. It is in {directory}: upload it with `hf upload {repository} {directory}`") from None
 
     trainer.mesh.world.all_or_raise("upload to the Hub", work, StorageError, first=True)
     if not commits:

@@ -344,8 +344,7 @@ class _Results:
                 )
         self.complete |= results
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        of_all = f"{len(self.complete)} of {counted(len(self._requests), 'prompt')}"
-        console.status(f"generated {of_all}, {rate:.1f} tokens/s")
+        console.status(f"generated {len(self.complete)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
         if results:
             console.close()  # Results may go to the same terminal.
             self._on_results(results)

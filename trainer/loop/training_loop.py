@@ -173,9 +173,8 @@ class TrainingLoop:
             by_epochs = section.epochs is not None and run.plan.steps_of(section.epochs) <= section.max_steps
             length = "run.epochs" if by_epochs else "run.max_steps"
             why = f"ended early ({progress.ended})" if progress.ended else "is complete"
-            complete = f"run {section.name!r} {why} at step {progress.reached} of {section.max_steps}{owed}"
-            cure = f"raise {length}{', change run.patience' * bool(progress.ended)}, or choose another run.name"
-            run.console.note(f"nothing was trained: {complete}; {cure}")
+            what = f"nothing was trained: run {section.name!r} {why} at step {progress.reached} of {section.max_steps}{owed}"
+            run.console.note(f"{what}; raise {length}{', change run.patience' * bool(progress.ended)}, or choose another run.name")
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
 

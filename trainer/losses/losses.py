@@ -97,8 +97,7 @@ def make_loss(
             whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
             cure = "smooth them there, and set it to 0"
             raise ConfigError(f"run.label_smoothing: the targets of the loss of {whose} are not known; {cure}")
-        line = f"loss: cross entropy with label smoothing {smoothing:g}"
-        return _label_loss(model, line, causal=causal, smoothing=smoothing)
+        return _label_loss(model, f"loss: cross entropy with label smoothing {smoothing:g}", causal=causal, smoothing=smoothing)
     if compute_loss is not None:
         return _user_loss(compute_loss)
     if (inside := pretrained_of(model)) is None:
@@ -139,9 +138,8 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     own = Verdict(causal=known, reason="its loss function was replaced")
     verdict = own if "_loss_function" in vars(model) else examine(model, known)
     if verdict.sees_later:
-        why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows)"
-        cure = "its logits depend on later tokens. Set is_decoder: true in model.config, or model.head: masked_lm"
-        raise ConfigError(f"{why}: {cure}", where="model.head")
+        why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows): its logits depend on later tokens"
+        raise ConfigError(f"{why}. Set is_decoder: true in model.config, or model.head: masked_lm", where="model.head")
     if verdict.causal is None:
         return _example_loss(f"{whose} ({verdict.reason})")
     notes: list[str] = []

@@ -185,11 +185,9 @@ def add_adapters(
     base: Any = built.model
     where = "model.lora" if section.lora is not None else "model.adapters"
     if is_adapted(base):
-        problem = "the model has adapters already; leave this out, or give the model without them"
-        raise ConfigError(problem, where=where)
+        raise ConfigError("the model has adapters already; leave this out, or give the model without them", where=where)
     if not is_pretrained_model(base):
-        problem = f"adapters are for models of transformers, and this is a {type(base).__name__}"
-        raise ConfigError(problem, where=where)
+        raise ConfigError(f"adapters are for models of transformers, and this is a {type(base).__name__}", where=where)
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
     left_out = _complete(configs, base, section.head)
     base.requires_grad_(False)

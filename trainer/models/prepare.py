@@ -439,9 +439,8 @@ def _run_tiled(forward: Callable[..., Any], module: nn.Module, tokens: int, /, *
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tokens:
         return forward(*args, **kwargs)
     if any(map(has_foreign_hooks, list(module.modules())[1:])):
-        hooks = f"hooks inside a {type(module).__name__}, such as those of output_router_logits"
-        cure = "remove them, or set model.tile_tokens: null"
-        raise PhaseError(f"{hooks}, would see {tokens:,} tokens at once, without gradients; {cure}")
+        why = f"hooks inside a {type(module).__name__}, such as those of output_router_logits, would see {tokens:,} tokens at once"
+        raise PhaseError(f"{why}, without gradients; remove them, or set model.tile_tokens: null")
     return run_in_tiles(forward, [each for each in module.parameters() if each.requires_grad], tokens, x)
 
 

@@ -202,8 +202,7 @@ class Tracking:
         self._show_warnings()
         for sender in self._senders:
             if sender.lost:
-                rows = counted(sender.lost, "row")
-                self.note(f"WARNING: {sender.name} was too slow for {rows}, which it misses; {HAS_ALL}")
+                self.note(f"WARNING: {sender.name} was too slow for {counted(sender.lost, 'row')}, which it misses; {HAS_ALL}")
         if late:
             names = ", ".join(sender.tracker.name for sender in late)
             self.note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")

@@ -282,8 +282,7 @@ def read_machine(path: Path) -> Machine:
     where = str(path)
     data = read_yaml(path, "no such machine file; zeromesh plan --measure writes one", where=where)
     if not isinstance(data, dict):
-        keys = ", ".join(Machine.model_fields)
-        raise ConfigError(f"holds {quote('', data)}; allowed is a mapping of {keys}", where=where)
+        raise ConfigError(f"holds {quote('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where)
     try:
         return Machine.model_validate(data)
     except ValidationError as error:

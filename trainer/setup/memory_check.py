@@ -111,9 +111,8 @@ class HostMemory:
             kept, cost = human_bytes(rank.kept_bytes), human_bytes(max(0, rank.total - none.total))
             yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
         if (left := room - needs) * _TIGHT_DIVISOR < room:
-            need = f"states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device"
-            rest = f"leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
-            yield f"WARNING: memory: {need}, which {rest}"
+            why = f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device"
+            yield f"{why}, which leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
 
     def _require_disk(self) -> Iterator[str]:
         needs, files = self.needs(self.options), self.rank_memory(self.options).files

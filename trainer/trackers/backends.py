@@ -236,8 +236,7 @@ class TensorBoardTracker(Tracker):
     def log(self, row: TrackedRow) -> None:
         super().log(row)
         for number, (prompt, completion) in enumerate(row.samples):
-            shown = f"**{prompt}**\n\n{completion}"
-            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.position.step)
+            self.tracker.tracker.add_text(f"samples/{number}", f"**{prompt}**\n\n{completion}", global_step=row.position.step)
 
 
 def _clearml(run: TrackedRun) -> dict[str, Any]:

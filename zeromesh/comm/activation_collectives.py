@@ -87,9 +87,8 @@ class Exchange:
         length = tensor.shape[dim]
         lengths = (length,) * self.size if sizes is None else tuple(sizes)
         if len(lengths) != self.size or lengths[self.index] != length or min(lengths) < 0:
-            given = f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}"
-            own = f"of which number {self.index} is {length}, as this rank's tensor has it"
-            raise LayoutError(f"{given}; allowed are {self.size} of them, {own}")
+            why = f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}; allowed are {self.size} of them"
+            raise LayoutError(f"{why}, of which number {self.index} is {length}, as this rank's tensor has it")
         return self._start(_GATHER, tensor, dim, lengths)
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:

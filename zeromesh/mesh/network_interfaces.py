@@ -37,9 +37,8 @@ def address_for_others(name: str) -> str:
     if len(others) == 1:
         return others[0]
     there = ", ".join(f"{each} ({own[each]})" for each in others) or "none"
-    leads = f"leads to {' and '.join(found) or 'no address'} here, which they cannot reach"
-    cure = f"give one of this host's addresses in its place: {there}"
-    raise ConfigError(f"{name!r}, by which the other hosts are to find this one, {leads}; {cure}")
+    why = f"{name!r}, by which the other hosts are to find this one, leads to {' and '.join(found) or 'no address'} here"
+    raise ConfigError(f"{why}, which they cannot reach; give one of this host's addresses in its place: {there}")
 
 
 def is_this_host(name: str) -> bool:

@@ -69,8 +69,7 @@ class ClassStates:
 
     def of(self, group: int) -> dict[str, Any]:
         """Return the numbers of a group before the present update."""
-        kept = self.kept[group].items()
-        return {name: _to_type(example, value.item()) for name, (example, value) in kept if not value.isnan()}
+        return {name: _to_type(example, value.item()) for name, (example, value) in self.kept[group].items() if not value.isnan()}
 
     def end_update(self, groups: Sequence[Hyperparameters]) -> None:
         """Move the numbers of all groups; of those without an updated parameter here, by a step of one that has no gradient."""

@@ -99,8 +99,7 @@ class GradientReducer:
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
             why = f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it"
-            cure = "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
-            raise PhaseError(f"{why}. {cure}")
+            raise PhaseError(f"{why}. Call backward through the trainer, and checkpoint activations with use_reentrant=False")
         self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
         if self.digests is not None and not again:  # A second gradient may be added to the first already.

@@ -329,8 +329,7 @@ class OptimizerStep:
             self.update(units, factor, skip=not finite)
         if self.journal is not None:
             self.journal.end()
-        waited = self._tiers.waited()
-        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
+        return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=self._tiers.waited())
 
     def _record(self, factor: float, norm: float, cause: str) -> dict[str, Any]:
         """Return what another process needs to finish an update on its own."""

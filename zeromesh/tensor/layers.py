@@ -46,8 +46,7 @@ class SequenceShares:
         self._shared = length % self.exchange.size == 0
         if not self._shared and torch.is_grad_enabled():
             why = f"a sequence of {length} tokens cannot be shared out to {self.exchange.size} ranks"
-            cure = f"pad sequences to a multiple of {self.exchange.size}, or set parallel.sequence: false"
-            raise LayoutError(f"{why}; {cure}")
+            raise LayoutError(f"{why}; pad sequences to a multiple of {self.exchange.size}, or set parallel.sequence: false")
         return self._shared
 
 

@@ -104,8 +104,7 @@ def build_units(
         rows = [row for row in zip(flat, keep, stored, strict=True) if row[0].first.in_experts == of_experts]
         if rows or not of_experts:
             groups.append(group := _open_group(ranks, rows, mesh, options, tiers.ledger))
-            buffers = zip(rows, group.transport.buffers, strict=True)
-            made |= {layout.name: (group, buffer) for (layout, *_), buffer in buffers}
+            made |= {layout.name: (group, buffer) for (layout, *_), buffer in zip(rows, group.transport.buffers, strict=True)}
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = (builder.build(*made[layout.name], layout, runs) for layout, runs in zip(flat, stored, strict=True))
     units, fetched = list[Unit](), dict[str, list[Bucket]]()
@@ -202,8 +201,7 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
             raise LayoutError(f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; {cure}")
         if spec.dtype.itemsize > master.itemsize:
             why = f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it"
-            rest = "convert the parameter, or set precision.master and precision.reduce to its dtype"
-            raise LayoutError(f"{why}; {rest}")
+            raise LayoutError(f"{why}; convert the parameter, or set precision.master and precision.reduce to its dtype")
 
 
 def ring_bytes(transport: str, slots: int, nbytes: int) -> int:

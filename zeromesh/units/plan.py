@@ -189,8 +189,7 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             why = f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them"
-            cure = "give the Python module, and torch.compile (model.compile) in place of TorchScript"
-            raise LayoutError(f"{why}; {cure}")
+            raise LayoutError(f"{why}; give the Python module, and torch.compile (model.compile) in place of TorchScript")
         if getattr(module, "_is_expert_parallel", False):
             why = f"module {name}: transformers has spread its experts over ranks (ep_size of its DistributedConfig)"
             raise LayoutError(f"{why}; load the model without, and give parallel.expert")

@@ -58,8 +58,7 @@ class Skeleton:
             clone = made[id(value)] = object.__new__(type(value))
             clone.__dict__.update(value.__dict__)
             for table in ("_parameters", "_buffers", "_modules"):
-                named = getattr(value, table).items()
-                clone.__dict__[table] = {name: self._on_meta(each, made) for name, each in named}
+                clone.__dict__[table] = {name: self._on_meta(each, made) for name, each in getattr(value, table).items()}
         else:
             made[id(value)] = empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
             if isinstance(value, nn.Parameter):
@@ -182,8 +181,7 @@ class LostValuesError(LayoutError):
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
         why = f"initial values of {some(names, 8)} are not known after building on the meta device ({reason})"
-        cure = "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
-        super().__init__(f"{why}; {cure}")
+        super().__init__(f"{why}; build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)")
 
 
 class ParameterSource(Protocol):

@@ -271,8 +271,7 @@ class AutogradPasses(Passes):
         if step.clipped or (step.closed and any(ranks.size > 1 for ranks in self.gradients.replicas.sets.values())):
             done, do = ("clipped", "clip") if step.clipped else ("summed over all ranks to be read", "read them")
             why = f"the gradients of this step have been {done}, and another backward would add to them"
-            cure = f"{do} after the last backward of a step, or call optimizer.zero_grad() before the next one"
-            raise PhaseError(f"{why}; {cure}")
+            raise PhaseError(f"{why}; {do} after the last backward of a step, or call optimizer.zero_grad() before the next one")
         accumulation = self._options.accumulation
         if step.backwards >= accumulation > 1:
             cure = "call optimizer.step() and zero_grad(), or give shard() or Accelerator() another accumulation"
@@ -325,8 +324,7 @@ class AutogradPasses(Passes):
         self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         if not self.step.summed:
-            reduce = self._options.sums_before_reducing
-            self.gradients.begin(buckets, reduce=reduce, first=False, last=True, known_order=False)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False, last=True, known_order=False)
             self.gradients.flush()
             self._updater.finish_units(self.units)
         self.gradients.find_missing(buckets)
@@ -362,8 +360,7 @@ class AutogradEngine(ZeroEngine):
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
-            guarded = map(live_class, bucket.parameters)
-            bucket.set_live_classes([getattr(each, "live_type", nn.Parameter) for each in guarded])
+            bucket.set_live_classes([getattr(each, "live_type", nn.Parameter) for each in map(live_class, bucket.parameters)])
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""

@@ -227,8 +227,7 @@ def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool)
 def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
     # A view, since the buffer's memory may be that of another one, which loading has to change with it.
     spec, values = spec_of(name, buffer), TieredTensor.of(buffer.detach())
-    everything = Interval(start=0, end=buffer.numel())
-    return TensorShard(spec=spec, region=Region.whole(spec.shape), interval=everything, values=values)
+    return TensorShard(spec=spec, region=Region.whole(spec.shape), interval=Interval(start=0, end=buffer.numel()), values=values)
 
 
 def require_storable(model: nn.Module, cure: str, without: Collection[str] = ()) -> None:

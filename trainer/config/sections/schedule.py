@@ -93,9 +93,8 @@ class LRSchedule(ScheduleSection):
         if self.num_cycles is not None and self.decay_shape in ("linear", "1-sqrt"):
             problems.append(f"schedule.num_cycles has no effect on decay_shape {self.decay_shape}; remove it")
         if self.name == "constant" and self.warmup_steps:
-            cure = "set schedule.name: constant_with_warmup, or no warm-up (schedule.warmup_ratio neither)"
-            why = "has no effect on constant, here as in transformers"
-            problems.append(f"schedule.warmup_steps: {self.warmup_steps} {why}; {cure}")
+            why = f"schedule.warmup_steps: {self.warmup_steps} has no effect on constant, here as in transformers"
+            problems.append(f"{why}; set schedule.name: constant_with_warmup, or no warm-up (schedule.warmup_ratio neither)")
         if problems:
             raise ConfigError(problems)
 

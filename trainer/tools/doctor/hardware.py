@@ -109,8 +109,7 @@ def device(each: torch.device) -> Finding:
         memory = accelerator.device_memory(each)
         torch.ones(2, device=each).sum().item()
     except RuntimeError as error:
-        found = f"{name}, {architecture}: {summary(error)}"
-        return judge("device failure", found, index=each.index, architecture=architecture)
+        return judge("device failure", f"{name}, {architecture}: {summary(error)}", index=each.index, architecture=architecture)
     found = f"{name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}, {architecture}"
     return judge("device memory", found, when=memory.free < (1 - _BUSY) * memory.total, index=each.index)
 

@@ -42,8 +42,7 @@ def record_of(path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress
     """Make the record of a `file` that `rank` has written; `on_progress` is called after each piece."""
     pieces = []
     for cut in cut_at_grid(Interval(start=0, end=nbytes)):
-        found = checksum(file.read(cut.length))
-        pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=found, rank=rank))
+        pieces.append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum=checksum(file.read(cut.length)), rank=rank))
         on_progress()
     return FileRecord(nbytes=nbytes, pieces=tuple(pieces))
 

@@ -270,8 +270,7 @@ class Manifest:
             pieces = [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces]
             files[path] = {"bytes": record.nbytes, "pieces": pieces}
         for each in self.tensors:
-            row = [each.path, each.begin, DTYPE_NAMES[each.dtype], list(each.shape)]
-            tensors.setdefault(each.kind, {})[each.name] = row
+            tensors.setdefault(each.kind, {})[each.name] = [each.path, each.begin, DTYPE_NAMES[each.dtype], list(each.shape)]
         schema = 2 if self.source else 1
         content: dict[str, Any] = {"format": FORMAT, "schema": schema, "step": self.step, "files": files}
         content |= {"tensors": tensors, "aliases": dict(self.aliases), "layout": dict(self.layout)}
@@ -372,8 +371,7 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
                     dtype, shape = DTYPES[code], tuple(dims)
                     found.append(TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape, path=file, begin=begin))
                 case _:
-                    problem = f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
-                    raise CheckpointError(problem)
+                    raise CheckpointError(f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}")
     end, last = 0, ""
     for tensor in sorted(found, key=attrgetter("path", "begin", "end")):
         nbytes = files[tensor.path].nbytes

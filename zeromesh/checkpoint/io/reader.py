@@ -129,8 +129,7 @@ class CheckpointReader:
                         if piece.path not in opened:
                             opened[piece.path] = threads.submit(PositionalFile, self.path_of(piece.path))
                         buffer = pool.get()
-                        task = threads.submit(self._fetch, piece, buffer, opened[piece.path])
-                        in_flight.append((piece, buffer, task))
+                        in_flight.append((piece, buffer, threads.submit(self._fetch, piece, buffer, opened[piece.path])))
                     if not in_flight:
                         return
                     piece, buffer, future = in_flight.popleft()

@@ -89,8 +89,7 @@ def plan_cut(costs: BlockCosts, stages: int, counts: Sequence[int] = ()) -> tupl
     if counts:
         if (len(counts), sum(counts)) != (stages, len(blocks)) or min(counts) < 1:
             why = f"a cut into {list(counts)} blocks has {sum(counts)} of them, the model {len(blocks)}"
-            cure = f"it has {len(counts)} stages, the pipeline {stages}; each stage has at least 1 block"
-            raise LayoutError(f"{why}; {cure}")
+            raise LayoutError(f"{why}; it has {len(counts)} stages, the pipeline {stages}; each stage has at least 1 block")
         return tuple(counts)
     return cut_by_cost(blocks, stages=stages, first=first, last=last)
 

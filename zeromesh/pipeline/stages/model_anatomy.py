@@ -62,8 +62,7 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
         except LayoutError as error:
             refusals.append(error)
         except _RUN_ERRORS as error:
-            given = ", ".join(batch)
-            raise refusal(model, f"it could not be run for a trial with {given} ({summary(error)})") from error
+            raise refusal(model, f"it could not be run for a trial with {', '.join(batch)} ({summary(error)})") from error
     raise refusals[0]
 
 

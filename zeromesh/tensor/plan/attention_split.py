@@ -134,8 +134,7 @@ class AttentionDivision:
         found = {name: local for names, count, local in counts for name in names if count and own.get(name) == count}
         yield from found.items()
         if "num_key_value_groups" in own:
-            groups = zip(local_queries, local_keys, strict=True)
-            yield "num_key_value_groups", tuple(queries // keys for queries, keys in groups)
+            yield "num_key_value_groups", tuple(queries // keys for queries, keys in zip(local_queries, local_keys, strict=True))
         if stacked and not found.keys() & set(_QUERY_COUNTS) and hasattr(own.get("config"), "num_attention_heads"):
             # Its code splits the projection by the head counts of its configuration.
             yield "config.num_attention_heads", local_queries

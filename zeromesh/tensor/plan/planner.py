@@ -239,8 +239,7 @@ class _Planner:
         elif style == "replicated_with_grad_allreduce":
             self._add(name, Style.PARTIAL)
         elif style == "embedding_heads" and isinstance(module, nn.Embedding):
-            shares = self._attention_around(name).by_head(name, module.weight.shape[1])
-            self._add(name, Style.EMBEDDING_FEATURES, shares)
+            self._add(name, Style.EMBEDDING_FEATURES, self._attention_around(name).by_head(name, module.weight.shape[1]))
         elif style not in ("embedding_rowwise", "embedding_heads"):
             self._plain_linear(name, style)
         elif name not in self.layers:
@@ -300,8 +299,7 @@ class _Planner:
             for name in names:
                 if (layer := self.layers.pop(name, None)) and layer.style not in (Style.EMBEDDING, Style.HEAD):
                     raise LayoutError(f"{' and '.join(names)} hold one parameter, which they would divide differently")
-            why = "share a parameter that not all of them can divide; it is whole on all ranks"
-            self.notes.append(f"{' and '.join(names)} {why}")
+            self.notes.append(f"{' and '.join(names)} share a parameter that not all of them can divide; it is whole on all ranks")
 
     def plan(self) -> TensorPlan:
         order = {name: number for number, name in enumerate(self.modules)}
