@@ -263,9 +263,8 @@ class FileSlot:
             if recorded is None:
                 self._checksums[begin // PIECE] = found
             elif recorded != found and (recorded != _UNWRITTEN or bool(data.any())):
-                why = f"xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)}"
-                where = f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,})"
-                raise StorageError(f"{where} are not what was written ({why})")
+                why = f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,}) are not what was written"
+                raise StorageError(f"{why} (xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})")
 
 
 def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -226,8 +226,7 @@ class BatchRules:
         if labels and all(isinstance(label, str) for label in labels.values()):
             name, label = next(iter(labels.items()))
             why = f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made"
-            cure = f"number the classes, such as by dataset.class_encode_column({name!r}) of datasets"
-            raise DataError(f"{why}; {cure}, or pass a data_collator that does")
+            raise DataError(f"{why}; number classes (dataset.class_encode_column({name!r})), or pass a data_collator that does")
         found = self.drop_fields(sample)
         texts = [name for name, value in found.items() if name in (self.named or ()) and isinstance(value, str | bytes)]
         if texts and self.collate is None:

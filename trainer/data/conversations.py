@@ -189,10 +189,9 @@ class Renderer:
         through = text if end == len(messages) else self._apply(row, messages[:end])[0]
         if text.startswith(through) and through.startswith(before):
             return len(before), len(through)
-        why = "the chat template writes the messages before an answer otherwise when the answer follows"
-        turns = "put {% generation %} and {% endgeneration %} around the assistant's turns"
-        cure = f"{turns} in a copy of the template (data.chat_template), or set data.loss_on: all"
-        raise DataError(f"{row.where}: {why}, so where the answer begins and ends cannot be told; {cure}")
+        why = f"{row.where}: the chat template writes the messages before an answer otherwise when the answer follows"
+        cure = "put {% generation %} and {% endgeneration %} around the assistant's turns in a copy of it (data.chat_template)"
+        raise DataError(f"{why}, so where the answer begins and ends cannot be told; {cure}, or set data.loss_on: all")
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:

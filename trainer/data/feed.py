@@ -135,6 +135,5 @@ def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure:
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
     if others := [str(rank) for rank, row in zip(mesh.world.ranks, rows, strict=True) if row[0] == own[0] and row != own]:
-        together = "compute one batch together (parallel.tensor, parallel.context, parallel.pipeline)"
-        who = f"{plural(len(others), 'rank')} {', '.join(others)}"
-        raise DataError(f"{who} got other data than rank {mesh.rank}, and they {together}; {cure}")
+        why = f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they"
+        raise DataError(f"{why} compute one batch together (parallel.tensor, parallel.context, parallel.pipeline); {cure}")

@@ -100,9 +100,8 @@ class StreamedDataset:
             self._iterator, line = None, _STATE_INEXACT
         self.begin_again()
         if not self._read_up_to(state, line if line == _STATE_INEXACT else _REREAD):
-            why = f"the samples before sample {state['position']} of the stream are not what they were when the checkpoint"
-            cure = "a run that goes on needs the same data in the same order"
-            raise DataError(f"train_dataset: {why} was written; {cure}")
+            why = f"train_dataset: the samples before sample {state['position']} of the stream are not what they were when the"
+            raise DataError(f"{why} checkpoint was written; a run that goes on needs the same data in the same order")
 
     def begin_again(self) -> None:
         """Go back to the first sample with an iterator of this process, since a parent's may hold connections or threads. A source

@@ -176,8 +176,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
             elif path.is_file():
                 files.append(SourceFile(path=path, key=name, encoding=encoding, named=True))
             else:
-                cure = f"give 'stdlib', a path on this machine, or {HUB_FORM}"
-                raise DataError(f"{where}: no file or directory {str(path)!r}; {cure}")
+                raise DataError(f"{where}: no file or directory {str(path)!r}; give 'stdlib', a local path, or {HUB_FORM}")
     name = ", ".join(map(str, paths))
     if not files:
         raise DataError(f"{where}: no text file in {name!r}")

@@ -54,8 +54,7 @@ class TokenWriter:
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
         """Append the tokens of one document, and their target mask, bool. Raises `DataError` for ids outside of the vocabulary."""
         if ids.min() < 0 or ids.max() >= self._vocab_size:
-            why = f"the tokenizer gave ids from {ids.min()} to {ids.max()}"
-            raise DataError(f"{why}, and says that its vocabulary has {self._vocab_size}")
+            raise DataError(f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and its vocabulary has {self._vocab_size}")
         stored = ids
         if self._marked and targets is not None:
             stored = (ids.astype(np.int32) << ID_SHIFT) | targets

@@ -61,8 +61,7 @@ class ResultJournal:
             if kept:
                 self.rows[row["number"]] = row
             elif row != self._head:
-                cure = "give another --out, or delete it to begin anew"
-                raise ConfigError(f"{self.path} has results of other prompts or settings; {cure}")
+                raise ConfigError(f"{self.path} has results of other prompts or settings; give another --out, or delete it")
             kept += len(line)
         self._file.truncate(kept)
         self._file.seek(kept)

@@ -133,8 +133,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             ids = {id(each) for each in model.parameters()}
             updating = [each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])]
             if len(updating) > 1:
-                cure = "make one of them by zeromesh.ChainedOptimizer"
-                raise ConfigError(f"{type(model).__name__} has {len(updating)} optimizers; {cure}")
+                raise ConfigError(f"{type(model).__name__} has {len(updating)} optimizers; join them by zeromesh.ChainedOptimizer")
             pairs.append((model, updating[0] if updating else None))
         if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
             raise ConfigError("prepare() got an optimizer without its model; pass both to one call")

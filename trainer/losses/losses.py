@@ -95,8 +95,7 @@ def make_loss(
         causal = False if kind in _LABELLED else _shifts_labels(model)
         if compute_loss is not None or pretrained_of(model) is None or causal is None:
             whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
-            cure = "smooth them there, and set it to 0"
-            raise ConfigError(f"run.label_smoothing: the targets of the loss of {whose} are not known; {cure}")
+            raise ConfigError(f"run.label_smoothing: the targets of {whose} are not known; smooth them there, and set it to 0")
         return _label_loss(model, f"loss: cross entropy with label smoothing {smoothing:g}", causal=causal, smoothing=smoothing)
     if compute_loss is not None:
         return _user_loss(compute_loss)
@@ -267,8 +266,7 @@ def _example_loss(what: str) -> Loss:
         if not isinstance(found, Tensor) or found.numel() != 1:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             why = f"{type(model).__name__}.forward gave {shape} where a scalar loss was expected"
-            cure = "return the loss (a scalar, or an object with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
-            raise ConfigError(f"{why}; {cure}")
+            raise ConfigError(f"{why}; return one or an object with `loss`, or pass compute_loss=(model, batch) -> (sum, count)")
         return found.reshape(()) * count, output, count, _scalars_of(output)
 
     note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise"

@@ -293,8 +293,7 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
         why = f"transformers has no {head} model of {made.model_type}, and the code that its directory brings is not run"
         raise ConfigError(f"{why}; read that code, and set model.trust_remote_code: true to have it run", where="model.source")
     heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
-    problem = f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known head'}"
-    raise ConfigError(problem, where="model.head")
+    raise ConfigError(f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known one'}", where="model.head")
 
 
 def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:

@@ -72,9 +72,8 @@ def make_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if name not in layers and (kind := _form_of_codes(module)) is not None:
             why = f"{name or type(model).__name__} is quantized as {kind}, which is not decoded here"
-            wide = "16 bits (model.weights of a configuration keeps frozen weights in 4 or 8)"
-            four = "4 bits of bitsandbytes (BitsAndBytesConfig(load_in_4bit=True))"
-            raise ConfigError(f"{why}; give the model in {wide}, or in {four}; a table of integers is to be a buffer")
+            cure = "give the model in 16 bits (model.weights keeps frozen weights in 4 or 8), or in 4 bits of bitsandbytes"
+            raise ConfigError(f"{why}; {cure} (BitsAndBytesConfig(load_in_4bit=True)); a table of integers is to be a buffer")
     if not layers:
         return
     stored = {name: QuantizedLayer(module, name) for name, module in layers.items()}

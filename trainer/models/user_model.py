@@ -32,9 +32,8 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
         else:
             break
     if parts := [name for name, module in inside.named_modules() if _is_compiled(module)]:
-        why = "torch.compile was applied to a part of the model, whose parameters are gathered around its blocks"
-        cure = "give the model as it is and set model.compile: true, which compiles each block"
-        raise ConfigError(f"{', '.join(parts[:3])}: {why}; {cure}")
+        why = f"{', '.join(parts[:3])}: torch.compile was applied to a part, and parameters are gathered around blocks"
+        raise ConfigError(f"{why}; give the model as it is and set model.compile: true, which compiles each block")
     return inside, compile_
 
 

@@ -273,8 +273,7 @@ def _machine_of_size(gigabytes: float, devices: int) -> Machine:
 
     card = min((each for each in every if "bfloat16" in each.device.products), key=order)
     device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
-    name = f"a card of {gigabytes:g} GB with the rates of {card.name}"
-    return card.model_copy(update={"device": device, "name": name})
+    return card.model_copy(update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"})
 
 
 def read_machine(path: Path) -> Machine:

@@ -41,8 +41,7 @@ def choose_trained(model: nn.Module, patterns: Sequence[str] | None) -> None:
         matching = [each for each in patterns if fnmatchcase(name, each.removeprefix("!"))]
         trained = bool(matching) and not matching[-1].startswith("!")
         if trained and beside is not None and name not in beside:
-            problem = f"{name} is of the base, and saved adapters do not have it; name its module in modules_to_save"
-            raise ConfigError(problem, where=where)
+            raise ConfigError(f"{name} is of the base, and saved adapters lack it; name its module in modules_to_save", where=where)
         if trained and not parameter.is_floating_point():
             raise ConfigError(f"{name} has {parameter.dtype} numbers, which have no gradients", where=where)
         parameter.requires_grad_(trained)

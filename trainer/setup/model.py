@@ -371,8 +371,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         nonlocal compile_
         made = model() if callable(model) and not isinstance(model, nn.Module) else model
         if not isinstance(made, nn.Module):
-            cure = "it should return an nn.Module"
-            raise ConfigError(f"the callable that is passed as model returned a {type(made).__name__}; {cure}")
+            raise ConfigError(f"the callable that is passed as model returned a {type(made).__name__}; return an nn.Module")
         inside, compile_ = unwrap(made)
         make_plain(inside)
         return inside

@@ -374,9 +374,8 @@ class Watchdog:
         if stream == _CALLS:
             calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
             both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
-            why = f"{both} ({_at_step(self._step)}). These methods are for all ranks"
-            cure = "each of them makes the same calls in the same order, whatever it then does with the result"
-            return CollectiveError(f"{why}: {cure}")
+            why = f"{both} ({_at_step(self._step)}). These methods are for all ranks: each of them makes the same calls"
+            return CollectiveError(f"{why} in the same order, whatever it then does with the result")
         for earlier in range(number - 1, -1, -1):
             earlier_own, earlier_other = (self.board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
             if earlier_own is None or earlier_other is None or earlier_own == earlier_other:

@@ -89,8 +89,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
             values, dtype = self.detach().clone(), vars(self).get("copied_as", self.dtype)
             if values.is_floating_point() and values.dtype != dtype:
                 what = f"a copy of a model that computes in {values.dtype} has values that are rounded to it"
-                cure = "averages of weights need the section `ema`, which keeps them of the exact ones"
-                warnings.warn(f"{what}; {cure}", stacklevel=2)
+                warnings.warn(f"{what}; averages of weights need `ema`, which keeps them of the exact ones", stacklevel=2)
                 values = values.to(dtype)
             copied = type(self).live_type(values, self.requires_grad)
         memo[id(self)] = copied
@@ -258,9 +257,8 @@ class AutogradPasses(Passes):
 
     def _require_current(self, graph: _Graph) -> None:
         if graph.generation != self.generation:
-            why = "backward reached results of a forward that ran before the latest update or load"
-            cure = "run forward again, or call backward before optimizer.step()"
-            raise PhaseError(f"{why}, and the parameters have other values now; {cure}")
+            why = "backward reached results of a forward before the latest update or load, when parameters had other values"
+            raise PhaseError(f"{why}; run forward again, or call backward before optimizer.step()")
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)

@@ -44,7 +44,7 @@ def test_smoothing_needs_known_targets() -> None:
         (nn.Linear(1, 1), None, r"Linear \(loss_type None\)"),
         (on_meta("bert", "question_answering"), None, r"BertForQuestionAnswering \(loss_type ForQuestionAnswering\)"),
     ):
-        with pytest.raises(ConfigError, match=rf"run\.label_smoothing: the targets of the loss of {whose} are not known"):
+        with pytest.raises(ConfigError, match=rf"run\.label_smoothing: the targets of {whose} are not known"):
             make_loss(model, compute_loss=given, smoothing=0.1)
     assert make_loss(on_meta("llama", vocab_size=8), smoothing=0.1).causal
     assert not make_loss(on_meta("bert", "masked_lm"), smoothing=0.1).causal

@@ -145,8 +145,7 @@ def _class_of(
         return make, values, values.pop("params", groups)
     package = python.partition(":")[0].partition(".")[0]
     if section.name in OPTIMIZERS and find_spec(package) is None:
-        problem = f"{section.name} needs a package that is not installed; run: pip install {package}"
-        raise ConfigError(problem, where="optimizer.name")
+        raise ConfigError(f"{section.name} needs the package {package}: pip install {package}", where="optimizer.name")
     return find_object(python, "optimizer.name", folders), values, groups
 
 
@@ -170,8 +169,7 @@ def _with_arguments(
     for name, value in section.options.items():
         if name not in allowed and (name in ("lr", "weight_decay") or "**" not in taken):
             why = f"{section.name} takes no {name!r} here; allowed are {', '.join(sorted(allowed - {'**'}))}"
-            rest = "The learning rate and the weight decay are optimizer.lr and optimizer.weight_decay"
-            raise ConfigError(f"{why}. {rest}", where="optimizer.options")
+            raise ConfigError(f"{why}, beside optimizer.lr and optimizer.weight_decay", where="optimizer.options")
         plain = tuple(value) if isinstance(value, list) else value
         if name in of_groups:
             groups = [{**group, name: plain} if name in group else group for group in groups]

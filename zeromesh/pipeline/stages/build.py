@@ -131,8 +131,7 @@ class Stages:
         if self.count > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
             self._balance = inspect.unwrap(type(without_adapters(model)[0]).forward).__globals__
             if BALANCE not in self._balance:
-                cure = "set output_router_logits to false to train without"
-                raise refusal(model, f"it is not known how it balances its experts; {cure}")
+                raise refusal(model, "it is not known how it balances its experts; output_router_logits: false trains without")
         self._modules = {name: model.get_submodule(name) for name in self._stages}
         self._parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._stages}
         self._stubs = {name: self._stub(name, module, outside) for name, module in self._modules.items()}
