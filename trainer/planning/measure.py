@@ -19,7 +19,7 @@ from zeromesh.environment import available_cores
 from zeromesh.errors import counted
 from zeromesh.intervals import grouped
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
-from zeromesh.mesh.process_mesh import ProcessMesh
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, time_call
@@ -61,7 +61,7 @@ _SIZES = {kind: MeasureSizes(**row) for kind, row in read_texts(Path(__file__).w
 TINY_SIZES = _SIZES["tiny"]
 
 
-def measure_machine(mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None) -> Machine:
+def measure_machine(mesh: Mesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None) -> Machine:
     """Measure everything; all ranks call it, and get the machine. Rank 0 passes progress to `say`. While one rank measures, the
     others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
     by_host = grouped((location.host, rank) for rank, location in enumerate(mesh.locations))
@@ -114,9 +114,7 @@ def measure_machine(mesh: ProcessMesh, directory: Path, say: Callable[[str], Non
     return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
 
 
-def _links(
-    mesh: ProcessMesh, where: str, ranks: Sequence[int], sizes: MeasureSizes, measured: Callable[..., Any]
-) -> dict[str, Any]:
+def _links(mesh: Mesh, where: str, ranks: Sequence[int], sizes: MeasureSizes, measured: Callable[..., Any]) -> dict[str, Any]:
     """Return the figures of the links between these ranks by transport, as in a machine file. All ranks of the world call it."""
     names: tuple[TransportName, ...] = ("nccl",) if is_accelerator(mesh.device) else ("shared", "gloo")
     found: dict[str, Any] = {}

@@ -208,11 +208,9 @@ class Follower:
             os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=signal.NSIG - 1))
 
     def _give_up(self, reason: str) -> None:
-        message = (
-            f"the launcher at {self._nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
-            "there, start all again, and the run goes on from its newest checkpoint"
-        )
-        self._result, self._stop = WorkersFailed(message=message, exit_code=1), Stop(0)
+        why = f"the launcher at {self._nodes.endpoint}, which the others meet at, cannot be reached from here ({reason})"
+        cure = "once it is there, start all again, and the run goes on from its newest checkpoint"
+        self._result, self._stop = WorkersFailed(message=f"{why}; {cure}", exit_code=1), Stop(0)
         self.close()
 
 

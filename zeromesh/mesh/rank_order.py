@@ -61,9 +61,7 @@ _HOSTS_SHOWN = 6
 Item = TypeVar("Item")
 
 
-def mesh_picture(
-    shape: MeshShape, locations: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
-) -> str:
+def mesh_picture(shape: MeshShape, locations: Sequence[ProcessLocation], *, here: int | None, processes: Sequence[int] = ()) -> str:
     """Draw the mesh in lines of at most `WIDTH` columns: the first and the last ranks and hosts, and always the rank `here`, which
     is marked. `locations` and `processes`, the launch numbers, are in the order of ranks."""
     hosts = grouped((location.host, rank) for rank, location in enumerate(locations))

@@ -369,11 +369,9 @@ class AutogradEngine(ZeroEngine):
             others = set(map(id, other.values()))
             changed = [name for name, each in one.items() if id(each) not in others or other.get(name, each) is not each]
             if changed:
-                why = (
-                    f"{changed[0]} was added, removed, replaced or moved after shard(), which trains and saves the model as it was"
-                )
+                why = f"{changed[0]} was added, removed, replaced or moved after shard()"
                 cure = "put back what was there, or call zeromesh.unshard(model), change it, and call shard() again"
-                raise PhaseError(f"{why}; {cure}")
+                raise PhaseError(f"{why}, which trains and saves the model as it was; {cure}")
         self._modules = list(self.model.modules())
         self._ids_of_contents = _ids_of_contents(self._modules)
 
