@@ -154,7 +154,7 @@ class PieceOptimizer(BucketOptimizer):
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
                 state |= self._shared.moved.get(segment.group) or self._shared.of(segment.group)
                 own = self._class.parts[segment.group][0]
-                known = vars(self._class.parameters[self._bucket.layout.slots[number].spec.fqn])
+                known = vars(self._class.parameters[self._bucket.layout.slots[number].spec.name])
                 _run_step(own, groups[segment.group], [(part, part, state)], known, call="eval")
         return found
 
@@ -167,17 +167,17 @@ class PieceOptimizer(BucketOptimizer):
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[Tensor]) -> None:
         master, grad, *given = tensors
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
-        own, known = self._class.parts[spec.group][0], vars(self._class.parameters[spec.fqn])
+        own, known = self._class.parts[spec.group][0], vars(self._class.parameters[spec.name])
         states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
         kept = {name: states[name] for name in plan.tensors}
         begun = self.steps[number] > 1  # In the first update the class creates the states.
-        before = self._state_of(number, states, self._scalars_before) if begun else self._class.initial.get(spec.fqn, {})
+        before = self._state_of(number, states, self._scalars_before) if begun else self._class.initial.get(spec.name, {})
         (state,) = _run_step(own, group, [(master, grad, {**before, **self._shared.of(spec.group)})], known, plan.scalars)
         after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
-            why = f"optimizer {type(own).__name__} keeps {shapes} of {spec.fqn}, and {expected} by its trial: what it keeps must"
+            why = f"optimizer {type(own).__name__} keeps {shapes} of {spec.name}, and {expected} by its trial: what it keeps must"
             raise PhaseError(f"{why} not depend on sizes, attributes of parameters, or what is changed after shard()")
         for name, each in kept.items():
             if after[name].data_ptr() != each.data_ptr():
@@ -201,7 +201,7 @@ class WholeOptimizer(PieceOptimizer):
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = _plan_of(self._class, spec, bucket.master.dtype)
             for name, each in plan.tensors.items() if owner == shared.group.index else ():
-                what, at = f"{name} of {spec.fqn}", options.offload.optimizer
+                what, at = f"{name} of {spec.name}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
@@ -245,7 +245,7 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _tried_plan(own_class: OptimizerClass, spec: ParameterSpec) -> StatePlan:
-    return own_class.plans.get((spec.group, spec.fqn), StatePlan(states={}, tensors={}, scalars={}))
+    return own_class.plans.get((spec.group, spec.name), StatePlan(states={}, tensors={}, scalars={}))
 
 
 def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype) -> StatePlan:
@@ -261,13 +261,13 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
     key = id(tried), shape
     if key not in own_class.sized:
         own, group = own_class.parts[spec.group]
-        name, given = type(own).__name__, vars(own_class.parameters[spec.fqn])
+        name, given = type(own).__name__, vars(own_class.parameters[spec.name])
         # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
         codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
         value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
         gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        unknown = f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known"
-        inputs, failed = [(value, gradient, own_class.initial.get(spec.fqn, {}))], "a step with its shape failed: "
+        unknown = f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.name} is not known"
+        inputs, failed = [(value, gradient, own_class.initial.get(spec.name, {}))], "a step with its shape failed: "
         with library_errors(before=f"{unknown}: {failed}"), torch.compiler.set_stance("force_eager"):
             (state,) = _run_step(blank_copy_of(own), group, inputs, given, tried.scalars)
         own_class.sized[key] = _state_plan(name, state)

@@ -139,10 +139,12 @@ class CheckpointState:
             for slot in bucket.layout.slots if bucket.buffer.persistent else ():
                 part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
                 digests[f"{slot.spec.name}{part}"] = hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
+        held = {piece.spec.name for bucket in self._buckets for piece in bucket.layout.pieces(bucket.interval)}
         for shard in self.shards_to_read():
             part = _describe_part(shard.region, shard.interval)
             name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
-            if shard.values.numel:
+            # Only ranks with some elements of a parameter count its steps, as classes of optimizers do.
+            if shard.values.numel and (shard.spec.kind == MODEL or shard.spec.name in held):
                 digests[f"{name}{part}, at rest"] = hex_digest(shard.values.load(self._mesh.device))
         return digests
 

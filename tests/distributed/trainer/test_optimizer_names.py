@@ -27,6 +27,7 @@ test_a_named_optimizer_is_its_class = pytest.mark.sampled(2)(
             (1, "named", {"name": MODES.replace("TwoModes", "any_arguments"), "stage": 1}),
             (2, "named", {"name": "rmsprop", "stage": 2}),
             (2, "named", {"name": "torch.optim:Adamax", "stage": 3}),
+            (2, "named", {"name": "nadam", "stage": 2, "stages": 2}),
             pytest.param(2, "named", {"name": "radam", "stage": 1}, marks=FULL),
             pytest.param(1, "named", {"name": "adadelta", "stage": 3}, marks=FULL),
             pytest.param(2, "named", {"name": "lion", "stage": 3}, marks=FULL),
