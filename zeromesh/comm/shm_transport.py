@@ -255,7 +255,7 @@ class SharedBuffer(GatherBuffer):
     ) -> None:
         """`counters` are those of the generations that ranks have written, and have finished reading."""
         self.full = arena.tensor(offset, request.padded, request.dtype)
-        self.persistent = request.persistent
+        self.persistent = self.is_valid = request.persistent
         self._arena, self._traffic, (self._written, self._done) = arena, group.traffic, counters
         self._counted_generation = self._generation = 0
         self._pages_freed = True
@@ -276,11 +276,11 @@ class SharedBuffer(GatherBuffer):
             self._written.set(self._generation)
 
     def gather(self, shard: TieredTensor) -> None:
-        if self.persistent or self._valid:
+        if self.is_valid:
             return
         self._await(self._done, "end of reading before the refill")
         self._reserve_own()
-        self._valid = True
+        self.is_valid = True
         self._generation += 1
         self._reading = shard.read(0, self._shard)
         self.poll()
@@ -305,10 +305,10 @@ class SharedBuffer(GatherBuffer):
             self._written.set(self._generation)
 
     def release(self) -> None:
-        if self.persistent or not self._valid:
+        if self.persistent or not self.is_valid:
             return
         self._finish_reading()
-        self._valid = False
+        self.is_valid = False
         self._done.set(self._generation)
         self.poll()
 
@@ -320,7 +320,7 @@ class SharedBuffer(GatherBuffer):
         """Publish this rank's shard once it is in place; free its pages once no rank reads them."""
         if self._reading is not None and self._reading.done():
             self._finish_reading()
-        if not self.persistent and not self._valid and not self._pages_freed and self._done.reached(self._generation):
+        if not self.is_valid and not self._pages_freed and self._done.reached(self._generation):
             self._arena.give_back(*self._own_bytes)
             self._pages_freed = True
 

@@ -55,7 +55,7 @@ class GatherBuffer:
     _memory: ReleasableBuffer | None = None
     _reading: Transfer | None = None
     launched: Launched | None = None
-    _valid = False
+    is_valid = False  # True if `full` is gathered, and no owner has written since then
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class GatherBuffer:
 
     def end_write(self) -> None:
         """Mark this rank's shard as new; gathered copies on other ranks are then out of date."""
-        self._valid = self._valid and self._group is None
+        self.is_valid = self.is_valid and self._group is None
 
     def gather(self, shard: TieredTensor) -> None:
         """Start to fill `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype on any tier."""
-        if self._valid or self.launched is not None or (self._group is not None and self._reading is not None):
+        if self.is_valid or self.launched is not None or (self._group is not None and self._reading is not None):
             return
         if self._memory is not None:
             self._memory.take()
         self._reading = DONE if self._memory is None else shard.read(0, self.own())
         if self._group is None:
-            self._valid = True
+            self.is_valid = True
             return
         while self._group.on_stream and self._queue:
             self._queue.popleft().start()
@@ -140,14 +140,14 @@ class GatherBuffer:
             self._queue.popleft().start()
         if self.launched is not None:
             self.launched.wait()
-            self.launched, self._valid = None, True
+            self.launched, self.is_valid = None, True
 
     def release(self) -> None:
         """Free the memory unless the buffer is persistent. This rank reads no more before the next gather."""
-        if self._memory is not None and (self._valid or self._group is not None):
+        if self._memory is not None and (self.is_valid or self._group is not None):
             self.wait()
             self._memory.give_back()
-            self._valid = False
+            self.is_valid = False
 
     def end_read(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""

@@ -136,7 +136,7 @@ class CheckpointState:
     def _digests(self) -> dict[str, str]:
         digests = {}
         for bucket in self._buckets:
-            for slot in bucket.layout.slots if bucket.buffer.persistent else ():
+            for slot in bucket.layout.slots if bucket.buffer.persistent and bucket.buffer.is_valid else ():
                 part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
                 digests[f"{slot.spec.name}{part}"] = hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
         held = {piece.spec.name for bucket in self._buckets for piece in bucket.layout.pieces(bucket.interval)}

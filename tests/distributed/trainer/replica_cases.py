@@ -128,9 +128,10 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
         assert found["reduce-scatter"]["bytes"] == found["all-gather"]["bytes"] == sum(map(codec.nbytes, sizes))
 
 
-def held_alike(mesh: Mesh, folder: str, axes: Mapping[str, Any], precision: Mapping[str, str] = SINGLE) -> None:
-    """What tensor ranks or stages have a copy of each stays the same on all, though each rank adds another gradient to its sum."""
-    config = settings(folder, precision=precision, parallel={"replicate": 2, **axes}, zero={"replicas": "divided"})
+def held_alike(mesh: Mesh, folder: str, axes: Mapping[str, Any], precision: Mapping[str, str] = SINGLE, **zero: Any) -> None:
+    """What tensor ranks or stages have a copy of each stays the same on all, though each rank adds another gradient to its sum. Of
+    parameters that stay gathered, those that are out of date are not compared."""
+    config = settings(folder, precision=precision, parallel={"replicate": 2, **axes}, zero={"replicas": "divided", **zero})
     compare = calling(on_step_end=lambda trainer, *_: trainer.check_weights())
     fitted(seeded(gpt2 if "pipeline" in axes else llama), config, sentences(), callbacks=[compare])
 

@@ -51,6 +51,7 @@ test_what_replicas_send_is_encoded = pytest.mark.sampled(2)(
             row(2, "encoded", wire="int8", bound=0.5 / 127, offload={"parameters": {"tier": "file", "fraction": 0.7}}),
             row(4, "held_alike", axes={"tensor": 2, "sequence": True, "transport": "gloo", "wire": "int8"}),
             row(4, "held_alike", axes={"pipeline": 2}, precision={**NARROW, "reduce": "bfloat16"}),
+            row(2, "held_alike", axes={"replicate": 1, "transport": "gloo"}, replicas="whole", gathered_budget=20_000),
             row(2, "refused", wire="int8", said=f"parallel.wire: {SENT}, and {HERE}", zero={"replicas": "divided"}),
             row(2, "automatic"),
             row(2, "left_alone"),

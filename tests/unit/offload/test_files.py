@@ -17,7 +17,7 @@ import pytest
 from tests.support.plain import error_of
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.unit.offload.file_cases import refusing
-from zeromesh import Trainer, files
+from zeromesh import Trainer, environment, files
 from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.files import (
     disk_call,
@@ -199,8 +199,9 @@ def test_what_a_directory_has_is_a_runs_own_if_it_began_there(
 ) -> None:
     """Not if only another trainer of its script did."""
     started = before
-    monkeypatch.setattr(run_directory, "starts_of_run", lambda: started)
-    monkeypatch.setattr(run_directory, "number_of_start", lambda: number)
+    for module in (run_directory, environment):
+        monkeypatch.setattr(module, "starts_of_run", lambda: started)
+        monkeypatch.setattr(module, "number_of_start", lambda: number)
     with contextlib.nullcontext() if ends else pytest.raises(ValueError, match="an end"), RunDirectory(tmp_path, 0).locked():
         if not ends:
             raise ValueError("an end")
