@@ -356,7 +356,7 @@ def _answers(folder: Path, out: Path) -> Told:
         path = folder / "run" / file
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
             found |= {f"{key} {word} step {line['step']}": line[key] for key in ("loss", "grad_norm", "eval_loss") if key in line}
-    return found | load_file(f"{out}.safetensors")
+    return {**found, **load_file(f"{out}.safetensors")}
 
 
 def _compared(plain: Told, drawn: Told, *, tolerance: float) -> tuple[str, str]:
