@@ -254,7 +254,7 @@ def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) ->
     with leading(nodes):
         monkeypatch.setenv(SECRET, "another")
         with pytest.raises(ConfigError, match="ZEROMESH_SECRET on every host"):
-            launch_workers(["-c", "pass"], processes=1, nodes=replace(nodes, rank=1))
+            launch_workers(["-c", "pass"], processes=1, nodes=replace(nodes, rank=1), modules=())
 
 
 @pytest.mark.parametrize("in_order", [True, False])
