@@ -35,6 +35,7 @@ def losses(base: Path, *, weights: dict[str, Any] | None = None, tier: str = "no
             "lora": {"rank": 2},
         },
         run={"max_steps": 2},
+        batch={"global_size": 2},
         checkpoint={"resume": "never"},
         offload={"parameters": {"tier": tier}},
     )
