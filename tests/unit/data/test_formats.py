@@ -233,6 +233,7 @@ CHAT = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3
 SHAREGPT = {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}], "system": "Be brief."}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("form", "row", "text"),
     [

@@ -125,7 +125,7 @@ def test_a_head_that_is_not_its_class_own_keeps_its_loss(change: Callable[[Any],
     assert own != pytest.approx(before, rel=1e-3)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

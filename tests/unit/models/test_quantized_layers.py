@@ -64,7 +64,7 @@ def require_alike(plain: Any, mine: Any) -> Any:
     return mine
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_trains_as_bitsandbytes_does(tmp_path: Path, form: str) -> None:
     plain, mine = (adapted(loaded(tmp_path / "base", **FORMS[form])) for _ in range(2))

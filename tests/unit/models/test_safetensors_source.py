@@ -117,7 +117,7 @@ def test_a_byte_in_memory_needs_no_waiting(reason: int | None, tmp_path: Path, m
         assert not file.in_memory(10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_value_of_every_architecture_is_exact(family: str, shard: str, tmp_path: Path) -> None:

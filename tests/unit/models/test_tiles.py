@@ -74,6 +74,7 @@ def test_what_acts_on_each_token_alone_is_found(kind: str, fields: dict[str, Any
     assert [name for name, _ in found] == taken
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -112,7 +113,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_gradients_are_those_without_tiles(name: str, recompute: Any) -> None:
@@ -247,7 +248,7 @@ def test_hooks_that_come_later_are_refused_and_not_fed_with_tiles() -> None:
         gradients(model, output_router_logits=True)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "block"])
 def test_a_trace_has_what_tiles_save(recompute: Any) -> None:
     model = on_meta("llama", vocab_size=64, hidden_size=64, intermediate_size=256, num_hidden_layers=4)
     ids = torch.ones(1, 4096, dtype=torch.long)

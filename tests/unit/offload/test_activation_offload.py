@@ -140,6 +140,7 @@ def trained(model: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [gpt2, llama])
 @pytest.mark.parametrize("mode", ["block", "selective"])
 def test_no_bit_changes(build: Any, mode: Mode, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: 
     return max(running(profiled))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mode", "tiles"), [("none", 0), ("block", 0), ("selective", 0), ("none", 128), ("block", 128)])
 def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = _llama(), _tokens(length=64 if not tiles else 1024)
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int, monkeypatch: py
     assert [each.name for each in found.segments] == [BEFORE, *(f"model.layers.{n}" for n in range(6)), AFTER]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bytes_of_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = ARCHITECTURES[name]

@@ -83,6 +83,7 @@ def test_a_whole_write_after_a_part_counts() -> None:
     assert torch.equal(tensor.load(CPU), again.load(CPU))
 
 
+@pytest.mark.sampled(5)
 @SIGNS
 def test_rounding_at_random_keeps_what_is_smaller_than_a_step(squares: bool) -> None:
     """On average; each value becomes a neighbouring level, which is then encoded exactly."""
