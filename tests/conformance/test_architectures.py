@@ -30,7 +30,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "stage"), ROWS)
 def test_an_architecture_trains_as_in_one_process(
     workers: Workers, tmp_path: Path, name: str, stage: int, record_property: Callable[[str, object], None]

@@ -84,7 +84,7 @@ def cases() -> list[object]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("choice", "layout", "problem"), cases())
 def test_tiers_change_no_bit(same_bits: Callable[..., None], choice: str, layout: str, problem: str) -> None:
     size, how = LAYOUTS[layout]
@@ -99,7 +99,7 @@ BF16, CLIPPED = {"precision": "bfloat16"}, {"clip": 0.3, "samples": 24}
 ACCUMULATED = Layout(accumulation=2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("choice", "size", "problem", "layout", "axes"),
     [

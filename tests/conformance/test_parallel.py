@@ -25,6 +25,7 @@ PIPELINES = {
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("axes", "regions", "model", "stage", "accumulation"),
     whole_product(61, LAYERS, ("whole sequences", "shared sequences"), MODELS, STAGES, ACCUMULATIONS),
@@ -39,6 +40,7 @@ def test_a_divided_model_trains_as_one_process(
     record_property("difference", laboratory.check(size, problem, layout, **sizes))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("axes", "schedule", "model", "stage", "accumulation"), whole_product(251, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS)
 )

@@ -106,7 +106,7 @@ ROWS = [pytest.param(row, id=name_of(row)) for row in DEFAULT] + [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", ROWS)
 def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
     problem = Problem(model=row["model"], clip=0.3, precision="float32")
@@ -117,6 +117,7 @@ def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
     assert found.losses == pytest.approx(wanted.losses, rel=FLOAT32_LOSS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "stage"), whole_product(4, ["llama", "gpt2", "conv"], [1, 2, 3]))
 def test_bfloat16_compute_follows_float32(laboratory: Laboratory, model: str, stage: int) -> None:
     """bf16 keeps 8 bits; master weights in fp32 keep small updates, so losses stay close over many steps."""

@@ -31,6 +31,7 @@ def trained(mesh: Mesh, folder: str, kind: str, columns: list[str]) -> dict[str,
     return {column: asdict(outcome) for column, outcome in outcomes(small, columns, Path(folder), mesh.rank)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "columns"), QUICK, ids=[kind for kind, _ in QUICK])
 def test_a_type_trains_as_plain_pytorch_does(workers: Workers, tmp_path: Path, kind: str, columns: list[str]) -> None:
     if kind == "llama4_text" and DEVICE.type == "sim":
