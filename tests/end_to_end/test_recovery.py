@@ -584,7 +584,7 @@ ON_FILES: dict[str, Any] = {**NARROW, "offload": {"parameters": "file"}, "model"
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
-        (NARROW, {"given": True, "unfreezes": 6}),
+        pytest.param(NARROW, {"given": True, "unfreezes": 6}, marks=FULL),
         pytest.param({**NARROW, "ema": {"decay": 0.5}}, {"given": True, "unfreezes": 6}, marks=FULL),
         (ON_FILES, {}),
         ({**ON_FILES, "model": {}}, {"given": True, "unfreezes": 100}),
@@ -600,7 +600,7 @@ def test_weights_that_are_frozen_have_their_values_after_a_loss(
     assert found.lost_steps is (asked.get("unfreezes") == 100), "of a model that is given, they are nowhere else"
 
 
-@pytest.mark.parametrize("way", ["memory", "snapshots", pytest.param("durable", marks=FULL)])
+@pytest.mark.parametrize("way", ["memory", *(pytest.param(way, marks=FULL) for way in ("snapshots", "durable"))])
 def test_frozen_weights_are_those_that_the_run_has_begun_from(tmp_path: Path, way: str) -> None:
     """They are those of a checkpoint in which they were trained, and not those of the model's source."""
     first = run(tmp_path / "first", settings={"precision": NARROW["precision"]})

@@ -85,7 +85,7 @@ def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
 
 @pytest.mark.parametrize(
     "disks",
-    [TWO, full([1, 0, 1]), full([0, 1]), full([0, 1, 1, 0, 1]), [2, 0, 1], full([0, 1, 2])],
+    [full(TWO), full([1, 0, 1]), full([0, 1]), full([0, 1, 1, 0, 1]), [2, 0, 1], full([0, 1, 2])],
     ids=lambda disks: "-".join(map(str, disks)),
 )
 def test_a_run_goes_on_from_parts(apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]) -> None:

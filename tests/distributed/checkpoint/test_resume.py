@@ -75,7 +75,7 @@ def test_half_and_half_is_the_whole_bit_by_bit(
     assert unequal(step(tmp_path / "a", 5), step(tmp_path / "a", 10)) != []
 
 
-@pytest.mark.parametrize("replicas", ["whole", "divided"])
+@pytest.mark.parametrize("replicas", [pytest.param("whole", marks=pytest.mark.full), "divided"])
 def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path, replicas: str) -> None:
     hybrid = {"parallel": {"replicate": 2}, "zero": {"replicas": replicas}}
     for folder, steps in (("a", 4), ("b", 2), ("b", 4)):

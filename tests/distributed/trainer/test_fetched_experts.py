@@ -23,7 +23,7 @@ from zeromesh.units.unit import all_buckets
 FULL = pytest.mark.full
 PARTLY = {"parameters": {"tier": "file", "fraction": 0.5}}
 HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
-test_losses_are_those_of_the_decoded_experts = pytest.mark.sampled(2)(
+test_losses_are_those_of_the_decoded_experts = pytest.mark.sampled(4)(
     tried(
         "fetch_cases",
         [
@@ -70,6 +70,7 @@ test_generation_reads_what_a_token_chose = tried(
 )
 
 
+@FULL
 def test_runs_go_on_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
     def losses(ranks: int, folder: str, **given: object) -> list[float]:
         return workers.run(ranks, "fetch_cases:moved", folder=str(tmp_path / folder), **given)[0]

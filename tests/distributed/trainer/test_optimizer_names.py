@@ -23,7 +23,7 @@ test_a_named_optimizer_is_its_class = pytest.mark.sampled(2)(
     tried(
         CASES,
         [
-            (1, "named", {"name": "nadam", "stage": 3}),
+            pytest.param(1, "named", {"name": "nadam", "stage": 3}, marks=FULL),
             (1, "named", {"name": MODES.replace("TwoModes", "any_arguments"), "stage": 1}),
             (2, "named", {"name": "rmsprop", "stage": 2}),
             (2, "named", {"name": "torch.optim:Adamax", "stage": 3}),
@@ -33,7 +33,7 @@ test_a_named_optimizer_is_its_class = pytest.mark.sampled(2)(
             pytest.param(2, "named", {"name": "lion", "stage": 3}, marks=FULL),
             (2, "named", {"name": "adamw", "stage": 3}),
             (2, "named", {"name": "adamw_torch", "stage": 2}),
-            (2, "named", {"name": "adafactor", "stage": 3, "whole": True}),
+            pytest.param(2, "named", {"name": "adafactor", "stage": 3, "whole": True}, marks=FULL),
             (2, "named", {"name": "muon", "stage": 3, "whole": True}),
             (2, "named", {"name": "lamb", "stage": 2, "whole": True}),
             (2, "named", {"name": "lion_32bit", "stage": 3, "tier": "file"}),

@@ -65,7 +65,7 @@ def test_a_codec_is_all_that_changes_the_frozen_weights(workers: Workers, tmp_pa
     ("fault", "kind", "name"),
     [
         pytest.param("output", "output", "model.layers.1.mlp", id="a module"),
-        pytest.param("scale", "gradient", "", id="a scale"),
+        pytest.param("scale", "gradient", "", id="a scale", marks=pytest.mark.full),
         pytest.param("error", "error", "", id="an error", marks=pytest.mark.full),
     ],
 )
