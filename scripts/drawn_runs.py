@@ -411,7 +411,7 @@ def _settings(told: Told) -> Told:
         "schedule": {"warmup_steps": 1},
         "parallel": {"timeout_seconds": 20},
         "run": {"max_steps": STEPS, "output_dir": told["folder"], "name": "run", "eval_every": 2, "seed": 5},
-        "checkpoint": {"every_steps": 0, "keep_last": 0},
+        "checkpoint": {"keep_last": 0},
         "model": dict(MODELS[told["model"]]),
     }
     if settings.get("optimizer.name") in ("sgd", "lion"):

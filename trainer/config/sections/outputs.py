@@ -36,7 +36,8 @@ class CheckpointSection(Section):
     """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: keys.CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those of callbacks, and a last one."""
+    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those of callbacks, and after
+    one the last too."""
     keep_last: keys.CountOrOff = 3
     """The number of newest checkpoints to keep. 0 = all."""
     keep_best: keys.CountOrOff = 0
