@@ -69,9 +69,21 @@ class Counting(nn.Tanh):
         return self.calls
 
 
+class Scaled(nn.Tanh):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor([2.0, 3.0])[int((folder / "struck-0").exists())])
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+MIDDLES = {"buffers": lambda: nn.BatchNorm1d(8, dtype=torch.float64), "counts": Counting, "scaled": Scaled}
+
+
 def build():
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else Counting() if asked.get("counts") else nn.Tanh()
+    middle = next((make for name, make in MIDDLES.items() if asked.get(name)), nn.Tanh)()
     width = 7 if asked.get("changes") and (folder / "struck-0").exists() else 8
     return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
@@ -557,6 +569,27 @@ def test_a_snapshot_counts_on_where_the_run_goes_on_from_newer_states(tmp_path: 
     sources = [line["source"] for line in read_metrics(found.folder / "run" / "recoveries.jsonl")]
     assert sources == ["memory", "memory", "snapshot"]
     assert "went on after step 3, from a snapshot" in found.process.stdout
+
+
+@pytest.mark.parametrize("when", [("substep of 3", 6), pytest.param((1, "begin of 2"), marks=FULL)])
+@pytest.mark.parametrize("given", [False, pytest.param(True, marks=FULL)])
+def test_buffers_that_passes_leave_alone_are_those_of_the_others(tmp_path: Path, when: tuple[Any, ...], given: bool) -> None:
+    """Also where a new process would make others, as where they come from a checkpoint. No step is lost."""
+    undisturbed = run(tmp_path / "undisturbed", scaled=True, given=given)
+    faults = [(each, number % 2, "SIGKILL") for number, each in enumerate(when)]
+    found = run(tmp_path / "lost", *faults, scaled=True, given=given)
+    assert found.went_well(undisturbed)
+    sources = [line["source"] for line in read_metrics(found.folder / "run" / "recoveries.jsonl")]
+    assert sources == ["memory"] * len(when)
+
+
+@pytest.mark.parametrize("when", ["substep of 1", pytest.param("substep of 3", marks=FULL), pytest.param(6, marks=FULL)])
+def test_buffers_that_passes_change_come_from_a_checkpoint(tmp_path: Path, when: Any) -> None:
+    """Or are made anew with the run."""
+    undisturbed = run(tmp_path / "undisturbed", buffers=True)
+    found = run(tmp_path / "lost", (when, 1, "SIGKILL"), buffers=True)
+    assert found.went_well(undisturbed)
+    assert read_metrics(found.folder / "run" / "recoveries.jsonl")[0]["source"] == "checkpoint"
 
 
 def test_copies_need_another_host(tmp_path: Path) -> None:

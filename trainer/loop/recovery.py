@@ -38,6 +38,7 @@ from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.durable_tier import committed_step
+from zeromesh.offload.memory.allocation import tensor_bytes
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
 from zeromesh.rng import seed_of
@@ -68,6 +69,7 @@ class Kept:
     progress: RunProgress
     shared: dict[str, Tensor]
     """The buffers, by bucket, in which all ranks of a host have their master weights."""
+    buffers: dict[str, Tensor]  # that are saved, by name, as they were after the step
     plain: bool = True  # The parameters that are trained are those of the start.
 
     def state_after(self, last: int, ends_again: bool) -> TrainerState:
@@ -195,7 +197,13 @@ class Recovery:
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
         if kept is not None:
-            own.update(shares=bool(kept.shared), step=kept.state.step, plain=kept.plain, ends=bool(kept.progress.unfinished))
+            own.update(
+                shares=bool(kept.shared),
+                buffers=bool(kept.buffers),
+                step=kept.state.step,
+                plain=kept.plain,
+                ends=bool(kept.progress.unfinished),
+            )
         rows = mesh.world.gather_json(own, "states in memory")
         self._record, memory.warm = None, False
         found = [row["record"] or {"step": 0} for row in rows]
@@ -216,6 +224,8 @@ class Recovery:
             # One of the ranks that shared buffers has to be there still: those that share all states, or the same experts.
             groups = (mesh.shape.groups(*axes) for axes in (axes_of("states"), (EXPERT_SHARD,)))
             together = [each for each in chain(*groups) if len(each) > 1] if shared else [mesh.world.ranks]
+            if any(row.get("buffers") for row in rows):  # as one of each stage
+                together += [tuple(rank for rank in mesh.world.ranks if stages[rank] == each) for each in {*stages}]
             memory.warm = (
                 (alike or latest.keys() == {*stages})
                 and len({each.passed_over for each in known}) == 1  # Some may know of data that others judge still.
@@ -230,10 +240,11 @@ class Recovery:
     def _keep(self, run: RunContext, present: Callable[[], TrainerState]) -> None:
         """Keep what this process knows of a run that ends in it; nothing where its model is whole already."""
         engine, self._kept = run.model.engine, None
-        if engine is not None and engine.optimizer_step.journal is not None:
-            buckets = all_buckets(engine.units)
+        journal = None if engine is None else engine.optimizer_step.journal
+        if engine is not None and journal is not None and journal.has_all:
+            buckets, buffers = all_buckets(engine.units), _copied_buffers(engine)
             plain = all(each.training == [slot.spec.requires_grad for slot in each.layout.slots] for each in buckets)
-            self._kept = Kept(present(), run.progress, _shared_buffers(engine), plain)
+            self._kept = Kept(present(), run.progress, _shared_buffers(engine), buffers, plain)
 
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None) -> bool:
         """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
@@ -271,15 +282,17 @@ class Recovery:
         record, kept, self._record = self._record, self._kept, None
         engine, world, progress = run.model.require_engine(), run.mesh.world, run.progress
         step = engine.optimizer_step
-        others = persistent_buffers(engine.model) or extra_states(engine.model)  # Nobody but a rank itself has these.
+        # Nobody but a rank itself has the states of its modules, and buffers that passes or the end of a step change.
+        others = extra_states(engine.model) or run.config.optimizer.expert_bias_rate
         if self.memory is not None and step.can_be_finished_by_others and not others:
-            step.journal = Journal(self.memory, self._key)
+            step.journal = Journal(self.memory, self._key, partial(_versions, engine.model))
         if record is None:
             self._kept = None
             return self._restore_snapshot(run)
         with engine.loading(finishing=True):
             # Nobody goes on before all know that the new buffers count in place of the old ones, where a rank is lost now.
             _bring_shared(engine, kept)
+            _bring_buffers(engine, {} if kept is None else kept.buffers)
             world.barrier("weights of lost ranks")
             if kept is not None:
                 kept.shared = _shared_buffers(engine)
@@ -300,7 +313,8 @@ class Recovery:
         if self._ends_again:
             progress.unfinished = progress.unfinished or result
         progress.concluded = (state.step, dict(state.callbacks))
-        self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
+        buffers = _copied_buffers(engine)
+        self._kept, self.source = Kept(state, progress, _shared_buffers(engine), buffers), "memory"
         return state
 
     def lost_steps(self, step: int) -> int | None:
@@ -434,6 +448,28 @@ def require_updates(run: RunContext, why: str = "") -> None:
 def _elsewhere(dtype: torch.dtype) -> SimpleNamespace:
     """Return the source of a parameter's values that come from a checkpoint or from memory later; see `BuiltSource`."""
     return SimpleNamespace(read=lambda start, end: torch.zeros(end - start, dtype=dtype), encoded_by=lambda codec: None)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Return numbers that are others once a pass changes buffers that are saved, or replaces them."""
+    return [(id(each), each._version) for each in persistent_buffers(model).values()]
+
+
+def _copied_buffers(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {name: each.detach().clone() for name, each in persistent_buffers(engine.model).items()}
+
+
+def _bring_buffers(engine: ZeroEngine, kept: Mapping[str, Tensor]) -> None:
+    """Give all ranks the buffers that are saved as a rank has `kept` them that was there: passes have not changed them."""
+    world, own = engine.mesh.world, persistent_buffers(engine.model)
+    rows = world.gather_json({name: each.nbytes for name, each in kept.items() if each.nbytes}, "buffers of lost ranks")
+    for name in sorted(set().union(*rows)):
+        giver = next(index for index, row in enumerate(rows) if name in row)
+        there = tensor_bytes(kept[name].contiguous()).clone() if name in kept else None
+        found = torch.empty(rows[giver][name], dtype=torch.uint8) if there is None else there
+        world.broadcast(found, giver, "buffers of lost ranks")
+        if (buffer := own.get(name)) is not None:
+            buffer.copy_(found.view(buffer.dtype).view(buffer.shape))
 
 
 def _shared_buckets(engine: ZeroEngine) -> list[Bucket]:

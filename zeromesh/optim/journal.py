@@ -4,7 +4,7 @@ An update is a fixed order of chunks, and so is an exchange of weights with thei
 elements are copied, and then a word of the state memory says that it changes. Who takes the memory over undoes that chunk, and
 does it and those after it again, with the gradients in the memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,12 @@ CHUNK_ELEMENTS = 1 << 19  # at most, and as many as there is room for: each chun
 
 
 class Journal:
-    """The journal of a rank's updates in `memory`; `key` identifies the layout."""
+    """The journal of a rank's updates in `memory`; `key` identifies the layout, and `watched` the present form of what the memory
+    has not, such as buffers: once a pass changes that, the memory does not have all states."""
 
-    def __init__(self, memory: StateMemory, key: int) -> None:
-        self.memory, self._key = memory, key
+    def __init__(self, memory: StateMemory, key: int, watched: Callable[[], list[Any]] = list) -> None:
+        self.memory, self._key, self._watched = memory, key, watched
+        self._seen = watched()
         self._step = 0  # the number of steps that are complete
         self._chunk = 0  # the number of the next chunk of the update
         self._done, self._interrupted = 0, False  # of an update that another process has begun
@@ -32,8 +34,13 @@ class Journal:
     def begin(self, step: int | None = None) -> None:
         """Let the states count, which are whole after `step` steps (None: as many as before)."""
         self._step = self._step if step is None else step
-        self._chunk, self._done, self._interrupted = 0, 0, False
+        self._chunk, self._done, self._interrupted, self._seen = 0, 0, False, self._watched()
         self.memory.begin(self._step, self._key)
+
+    @property
+    def has_all(self) -> bool:
+        """False if a pass has changed what is watched since the latest step."""
+        return self._seen == self._watched()
 
     def commit(self, step: int, record: dict[str, Any]) -> None:
         """Record an update before it changes anything: that of `step`, from 1."""

@@ -242,9 +242,7 @@ class OptimizerStep:
         for optimizer in self._optimizers.values():
             optimizer.update_segments()
         if len(self._optimizers) > known:
-            if self.journal is not None:  # The new states are elsewhere.
-                self.journal.memory.forget()
-                self.journal = None
+            self._drop_journal()  # The new states are elsewhere.
             self._stream.drop_read_ahead()
             self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
 
@@ -306,6 +304,11 @@ class OptimizerStep:
         first = bucket.divided or not (self._mesh.replicate.index or (self._replicated and bucket.group.ranks.index))
         return first and self.gradients.replicas.counts(bucket)
 
+    def _drop_journal(self) -> None:
+        if self.journal is not None:
+            self.journal.memory.forget()
+            self.journal = None
+
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has updated; see `ZeroEngine.finish_step`. All
         ranks get the same `squares`, and so skip, stop and clip together."""
@@ -319,6 +322,8 @@ class OptimizerStep:
             unchanged = "no parameter was changed (run.on_nonfinite: stop)"
             raise NonFiniteError(f"{cause}; {_INSIDE_BACKWARD if options.optimizer_in_backward else unchanged}")
         factor *= clip_factor(norm, options.clip_norm) / scale
+        if self.journal is not None and not self.journal.has_all:
+            self._drop_journal()
         if self.journal is not None:
             self.journal.commit(self.step + 1, self._record(factor, norm, cause))
         self.scaler.update(overflow=not finite)
