@@ -192,7 +192,7 @@ def _value(text: str) -> Any:
 
 @contextmanager
 def _programs(keep: bool) -> Iterator[tuple[Path, str]]:
-    """A folder, and a Python in it that imports nothing: it is forked from a process that has imported all."""
+    """Yield a folder, and a Python in it that imports nothing: it is forked from a process that has imported all."""
     sys.path.insert(0, str(ROOT))
     from tests.support.programs import Programs
     from tests.support.workers import Workers
@@ -208,7 +208,7 @@ def _programs(keep: bool) -> Iterator[tuple[Path, str]]:
 
 
 def draw(dice: random.Random, model: str | None, given: Told) -> Told:
-    """What is drawn: a model, arithmetic, and legs, each with ranks, a placement, the step where it stops, and kills."""
+    """Draw a model, arithmetic, and legs, each with ranks, a placement, the step where it stops, and kills."""
     name = model or dice.choice([*MODELS])
     arithmetic: Told = {key: value(dice) for key, (chance, value) in ARITHMETIC.items() if dice.random() < chance}
     if arithmetic.get("optimizer.name") == "lion" and name in ("bert", "gpt2"):
@@ -265,7 +265,7 @@ def _placement(dice: random.Random, model: str, ranks: int) -> Told:
 
 
 def _offloaded(found: Told) -> Told:
-    """A placement without what its offload does not go with."""
+    """Return a placement without what its offload does not go with."""
     if "offload.activations.tier" in found:
         found["model.activation_checkpointing"] = "block"
     if found.get("zero.stage", 3) < 3:
@@ -280,7 +280,7 @@ def _offloaded(found: Told) -> Told:
 
 
 def _local(dice: random.Random, drawn: Told) -> Told:
-    """The draw with two replicas that take local steps, of which each has the samples of one that is not divided any further."""
+    """Return the draw with two replicas that take local steps; each has the samples of one that is not divided any further."""
     arithmetic = drawn["arithmetic"] | {
         "parallel.sync_every": dice.choice([2, 3, 4]),
         "checkpoint.every_steps": dice.choice([0, 2]),
@@ -309,7 +309,7 @@ def _local(dice: random.Random, drawn: Told) -> Told:
 
 
 def _coded(dice: random.Random, drawn: Told) -> Told:
-    """The draw in float32 on two hosts, with a codec between them."""
+    """Return the draw in float32 on two hosts, with a codec between them."""
     for leg in drawn["legs"]:
         placement = leg["placement"]
         placement |= {"parallel.replicate": 2, "zero.replicas": "divided"}
@@ -348,7 +348,7 @@ def judge(drawn: Told, folder: Path, python: str) -> tuple[str, str]:
 
 
 def _answers(folder: Path, out: Path) -> Told:
-    """All figures of a run's steps and evaluations, and its tensors at the end, by name."""
+    """Return all figures of a run's steps and evaluations, and its tensors at the end, by name."""
     from safetensors.torch import load_file
 
     found: Told = {}
@@ -426,7 +426,7 @@ def _settings(told: Told) -> Told:
 
 
 def _callback(told: Told, rank: int) -> Any:
-    """A callback that compares what ranks have copies of, and stops a leg; ranks end by SIGKILL where they post what they do."""
+    """Make a callback that compares copies on ranks, and stops a leg; ranks end by SIGKILL where they post what they do."""
     from zeromesh import Callback
     from zeromesh.telemetry.watchdog import Watchdog
 
@@ -459,7 +459,7 @@ def _callback(told: Told, rank: int) -> Any:
 
 
 def _module() -> Told:
-    """A model of nobody's library, with a buffer, a shared weight, a parameter that is never used and a scalar; and its loss."""
+    """Return a model of nobody's library, with a buffer, a shared weight, a scalar and a parameter without use; and its loss."""
     import torch
     from torch import nn
 
@@ -494,7 +494,7 @@ def _module() -> Told:
 
 
 def _padded(rows: list[Told]) -> Told:
-    """A batch, padded to an even number of tokens, which two ranks can share out."""
+    """Return a batch, padded to an even number of tokens, which two ranks can share out."""
     import torch
 
     longest = max(len(row["input_ids"]) for row in rows)

@@ -104,7 +104,7 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs.
 
-    Then come files with many tests that need them, so that the last files, which one process may have alone, are short."""
+    Then come files with most tests that need them: one process may be alone with the last file."""
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is not None and zlib.crc32(item.name.encode()) % sampled.args[0]:

@@ -27,6 +27,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from zeromesh.checkpoint.io.format import DTYPE_NAMES
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start, read_environment
@@ -38,7 +39,7 @@ from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.durable_tier import committed_step
-from zeromesh.offload.memory.allocation import tensor_bytes
+from zeromesh.offload.memory.allocation import hex_digest, tensor_bytes
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
 from zeromesh.rng import seed_of
@@ -57,6 +58,7 @@ _UNKEPT = "needs a launcher that keeps ranks and memory; start them by `zeromesh
 _ONE_HOST = "has copies on another host, and all ranks are on one; start them on several (`--nnodes`), or set it to 0"
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
+_MOST_BUFFER_BYTES = 1 << 24  # which are read in some milliseconds
 _MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
 _memory = cache(StateMemory)  # one object for each descriptor
 
@@ -284,8 +286,8 @@ class Recovery:
         step = engine.optimizer_step
         # Nobody but a rank itself has the states of its modules, and buffers that passes or the end of a step change.
         others = extra_states(engine.model) or run.config.optimizer.expert_bias_rate
-        if self.memory is not None and step.can_be_finished_by_others and not others:
-            step.journal = Journal(self.memory, self._key, partial(_versions, engine.model))
+        if self.memory is not None and step.can_be_finished_by_others and not others and _are_comparable(engine.model):
+            step.journal = Journal(self.memory, self._key, partial(_digests, engine.model))
         if record is None:
             self._kept = None
             return self._restore_snapshot(run)
@@ -450,9 +452,16 @@ def _elsewhere(dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(read=lambda start, end: torch.zeros(end - start, dtype=dtype), encoded_by=lambda codec: None)
 
 
-def _versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Return numbers that are others once a pass changes buffers that are saved, or replaces them."""
-    return [(id(each), each._version) for each in persistent_buffers(model).values()]
+def _are_comparable(model: nn.Module) -> bool:
+    """Return True if the buffers that are saved are small enough to be read before and after each step, and plain."""
+    buffers = persistent_buffers(model).values()
+    plain = all(each.layout is torch.strided and each.dtype in DTYPE_NAMES for each in buffers)
+    return plain and sum(each.nbytes for each in buffers) <= _MOST_BUFFER_BYTES
+
+
+def _digests(model: nn.Module) -> list[str]:
+    """Return the digests of buffers that are saved: versions of torch do not tell a change by way of `data`."""
+    return [hex_digest(each) for each in persistent_buffers(model).values()]
 
 
 def _copied_buffers(engine: ZeroEngine) -> dict[str, Tensor]:

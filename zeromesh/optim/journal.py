@@ -21,8 +21,8 @@ CHUNK_ELEMENTS = 1 << 19  # at most, and as many as there is room for: each chun
 
 
 class Journal:
-    """The journal of a rank's updates in `memory`; `key` identifies the layout, and `watched` the present form of what the memory
-    has not, such as buffers: once a pass changes that, the memory does not have all states."""
+    """The journal of a rank's updates in `memory`; `key` identifies the layout, and `watched` the present digests of what the
+    memory has not, such as buffers: once a pass changes that, the memory does not have all states."""
 
     def __init__(self, memory: StateMemory, key: int, watched: Callable[[], list[Any]] = list) -> None:
         self.memory, self._key, self._watched = memory, key, watched
