@@ -45,9 +45,9 @@ lint: setup
 # What runs once more on the simulated device (tests/simulated), with races, launches and waits looked after.
 SIMULATED := tests/unit/offload tests/conformance tests/distributed/checkpoint tests/distributed/parallel tests/distributed/trainer/test_footprint.py
 
-# Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
+# Most tests wait: for disks, for timeouts, for each other's ranks. Two processes have half each, and who is done takes of the other.
 test: lint
-	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist worksteal --max-worker-restart 1
 	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --max-worker-restart 1 --device sim --share 19 $(SIMULATED)
 
 test-all: lint

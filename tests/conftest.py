@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,17 +101,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs.
-
-    Then come files with most tests that need them: one process may be alone with the last file."""
+    """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs."""
     for item in items:
         sampled = item.get_closest_marker("sampled")
         if sampled is not None and zlib.crc32(item.name.encode()) % sampled.args[0]:
             item.add_marker(pytest.mark.full)
     share = config.getoption("--share")
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % share == 0]
-    counts = Counter(item.path for item in items if _uses_workers(item) and item.get_closest_marker("full") is None)
-    items.sort(key=lambda item: (True, -counts[item.path]) if _uses_workers(item) else (False, 0))
+    items.sort(key=_uses_workers)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

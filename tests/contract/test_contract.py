@@ -26,7 +26,7 @@ def _parameters() -> list[Any]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "layout"), _parameters())
 def test_contract(workers: Workers, name: str, layout: Layout) -> None:
     results = workers.run(layout.ranks, "tests.contract.harness:run", name=name, layout=asdict(layout))

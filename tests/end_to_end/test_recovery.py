@@ -392,6 +392,7 @@ def undisturbed_runs(programs: Any, undisturbed_run: Run, tmp_path_factory: pyte
     return of
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
@@ -498,6 +499,7 @@ def test_a_run_goes_on_from_a_checkpoint(undisturbed_run: Run, tmp_path: Path, a
         assert "resumed from step 4" in found.process.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("when", "source"),
     [
@@ -539,6 +541,7 @@ def test_replicas_of_local_steps_go_on_from_a_checkpoint(undisturbed_local_run: 
     assert "resumed from step 4" in found.process.stdout
 
 
+@pytest.mark.full
 def test_replicas_of_local_steps_end_together_at_a_sync(undisturbed_local_run: Run, tmp_path: Path) -> None:
     stopped = run(tmp_path, (2, 1, "SIGTERM"), settings=LOCAL)
     assert stopped.process.returncode == 143, stopped.process.stderr
@@ -550,7 +553,7 @@ IN_BACKWARD = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on
 REPOSITORY = str(Path(__file__).parents[2])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("when", "settings", "asked"),
     [
@@ -576,6 +579,7 @@ def test_a_run_goes_on_from_a_snapshot(tmp_path: Path, when: Any, settings: dict
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
 
 
+@pytest.mark.full
 def test_a_snapshot_counts_on_where_the_run_goes_on_from_newer_states(tmp_path: Path) -> None:
     """It is of step 3 and the one that is left when another rank is lost, after a step with other trained parameters."""
     asked: dict[str, Any] = {"given": True, "unfreezes": 6}
@@ -600,6 +604,7 @@ def test_buffers_that_passes_leave_alone_are_those_of_the_others(tmp_path: Path,
     assert sources == ["memory"] * len(when)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("when", ["substep of 1", pytest.param("substep of 3", marks=FULL), 6])
 @pytest.mark.parametrize("how", [pytest.param(True, marks=FULL), "in place", "replaced"])
 def test_buffers_that_passes_change_come_from_a_checkpoint(tmp_path: Path, when: Any, how: bool | str) -> None:
@@ -632,6 +637,7 @@ NARROW = {"precision": {"compute": "bfloat16", "master": "float32", "reduce": "f
 ON_FILES: dict[str, Any] = {**NARROW, "offload": {"parameters": "file"}, "model": {"train": ["2.*"]}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("settings", "asked"),
     [
@@ -686,6 +692,7 @@ def test_a_run_takes_the_memory_that_a_plan_counts(tmp_path: Path, memory: str) 
     assert ("snapshots" in line) is (memory == "snapshots")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("faults", [(), ((6, 1, "SIGKILL"),)])
 def test_a_run_does_not_go_on_from_a_snapshot_of_another(undisturbed_run: Run, tmp_path: Path, faults: Any) -> None:
     """Of one that has failed before it in the same processes, with the same layout and optimizer."""
@@ -741,6 +748,7 @@ def test_what_a_process_holds_does_not_grow_with_recoveries(tmp_path: Path) -> N
 CHANGED = "/run is of a run with other settings:\n  - data.train_samples: 36 then, 48 now\nundo these changes"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("faults", "asked", "said", "recoveries"),
     [
@@ -808,7 +816,7 @@ def test_a_stop_ends_what_follows_training_though_a_rank_was_lost_there(tmp_path
     assert "nothing was trained" in found.process.stdout
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("fault", "everyone", "section"),
     [
@@ -896,6 +904,7 @@ def test_a_run_that_had_ended_early_goes_on_where_a_rank_is_lost_in_its_first_st
     assert "ended after step 9: a callback asked to stop" in found.process.stdout
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("when", "settings"),
     [
@@ -954,6 +963,7 @@ def test_a_rank_is_lost_while_the_disk_is_full(undisturbed_run: Run, tmp_path: P
     assert all(found.end(rank)["weights"] == undisturbed_run.end(rank)["weights"] for rank in range(RANKS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "when",
     [

@@ -61,6 +61,7 @@ def serve(address: str, options: dict[str, Any]) -> None:
             }
             error = error.with_traceback(None)
         gc.collect()
+        gc.freeze()  # What is there still, such as modules, is not looked through again.
         connection.send_bytes(json.dumps(reply).encode())
 
 

@@ -117,6 +117,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("transport", "hosts", "calls"),
     [

@@ -169,6 +169,7 @@ config: ConfigError -> config: got list; allowed is a path, a mapping or a Train
 """)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_given_to_the_trainer_is_refused_by_all_ranks(workers: Workers, tmp_path: Path, name: str) -> None:
     kind, wanted = REFUSED[name]

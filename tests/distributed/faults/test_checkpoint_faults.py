@@ -79,6 +79,7 @@ def checkpoints(folder: Path) -> list[Path]:
 SITES = ("before-tmp", "mid-write", "before-manifest", "before-rename", "after-rename", "during-retention")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "site",
     [

@@ -51,7 +51,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("case", "layout", "arguments"), ROWS)
 def test_what_is_generated_is_that_of_one_process(
     workers: Workers, tmp_path: Path, case: str, layout: str, arguments: dict[str, Any]

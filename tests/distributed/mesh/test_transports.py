@@ -224,24 +224,26 @@ def two_on_one_device(mesh: Mesh) -> None:
 
 NAMES = ("shared", "gloo")
 SUMS = [(name, *pair, "") for name in NAMES for pair in (("float64", "float64"), ("bfloat16", "float32"))]
-test_buffers = tried(
-    "test_transports",
-    [
-        *(
-            row(size, "gathers", name=name, dtype=dtype, persistent=persistent)
-            for size in (2, 3)
-            for name in NAMES
-            for dtype in ("float32", "bfloat16")
-            for persistent in (True, False)
-        ),
-        *(row(2, case, name=name) for case in ("slots_are_taken", "released_memory") for name in NAMES),
-        row(2, "choices"),
-        row(4, "agreements", replicate=2),
-        row(2, "interleaved_runs"),
-        *(row(2, "threads_of_meshes", end=end) for end in ("closed", "refused", "forgotten")),
-        row(2, "two_on_one_device", SIMULATED, device="sim"),
-    ],
-    folder=False,
+test_buffers = pytest.mark.sampled(2)(
+    tried(
+        "test_transports",
+        [
+            *(
+                row(size, "gathers", name=name, dtype=dtype, persistent=persistent)
+                for size in (2, 3)
+                for name in NAMES
+                for dtype in ("float32", "bfloat16")
+                for persistent in (True, False)
+            ),
+            *(row(2, case, name=name) for case in ("slots_are_taken", "released_memory") for name in NAMES),
+            row(2, "choices"),
+            row(4, "agreements", replicate=2),
+            row(2, "interleaved_runs"),
+            *(row(2, "threads_of_meshes", end=end) for end in ("closed", "refused", "forgotten")),
+            row(2, "two_on_one_device", SIMULATED, device="sim"),
+        ],
+        folder=False,
+    )
 )
 test_sums_run_in_the_order_of_ranks = tried(
     "test_transports",

@@ -90,6 +90,7 @@ LAYOUTS: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "model", "stage", "parallel", "ways"), LAYOUTS)
 def test_generation_is_that_of_one_process(
     workers: Workers, tmp_path: Path, ranks: int, model: str, stage: int, parallel: dict[str, Any], ways: list[str]

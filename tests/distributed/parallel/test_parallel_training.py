@@ -123,7 +123,7 @@ def reference(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Ref
     return find
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("way", "axes", "stage"), [pytest.param(*case, marks=() if case in QUICK else FULL) for case in CASES])
 def test_a_run_over_any_axes_is_that_of_one_process(
     workers: Workers, reference: Reference, tmp_path: Path, way: str, axes: str, stage: int

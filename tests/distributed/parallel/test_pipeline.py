@@ -42,6 +42,7 @@ USUAL = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "model", "schedule", "microbatches", "chunks", "recompute"),
     [

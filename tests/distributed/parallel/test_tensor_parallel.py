@@ -44,7 +44,7 @@ DIVIDED: tuple[Any, ...] = (
     (4, sorted(TINY), False, FULL),
     (4, sorted(TINY), True, FULL),
 )
-test_a_divided_model_is_the_whole_one = pytest.mark.sampled(4)(
+test_a_divided_model_is_the_whole_one = pytest.mark.sampled(8)(
     tried(
         "tensor_cases",
         [

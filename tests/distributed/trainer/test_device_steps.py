@@ -35,6 +35,7 @@ def each(sections: dict[str, Any], *marks: pytest.MarkDecorator, name: str, **mo
     return pytest.param(sections, more, marks=marks, id=name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("sections", "more"),
     [

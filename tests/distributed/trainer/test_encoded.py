@@ -40,7 +40,7 @@ def layout(ranks: int, stage: int, axes: dict[str, int], marks: tuple[pytest.Mar
     return pytest.param(ranks, "trained", {"stage": stage, "axes": axes}, marks=marks, id=f"{ranks} {stage} {words}")
 
 
-test_losses_are_those_of_the_decoded_weights = pytest.mark.sampled(2)(
+test_losses_are_those_of_the_decoded_weights = pytest.mark.sampled(8)(
     tried(
         "encoded_cases",
         [

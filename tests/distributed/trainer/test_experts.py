@@ -14,7 +14,7 @@ BIASES = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
 MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
 UNCLIPPED = {"name": "skewed", "max_steps": 5, "clip_norm": 0.0, "on_nonfinite": "stop"}
 TWO, RECOMPUTED = {"expert": 2}, {"activation_checkpointing": "block"}
-test_a_model_trains_with_spread_experts = pytest.mark.sampled(2)(
+test_a_model_trains_with_spread_experts = pytest.mark.sampled(4)(
     tried(
         "expert_cases",
         [
@@ -47,7 +47,7 @@ test_a_model_trains_with_spread_experts = pytest.mark.sampled(2)(
         timeout=120,
     )
 )
-test_loops_and_ways_to_compute = pytest.mark.sampled(3)(
+test_loops_and_ways_to_compute = pytest.mark.sampled(6)(
     tried(
         "expert_cases",
         [

@@ -23,7 +23,7 @@ from zeromesh.units.unit import all_buckets
 FULL = pytest.mark.full
 PARTLY = {"parameters": {"tier": "file", "fraction": 0.5}}
 HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
-test_losses_are_those_of_the_decoded_experts = pytest.mark.sampled(4)(
+test_losses_are_those_of_the_decoded_experts = pytest.mark.sampled(8)(
     tried(
         "fetch_cases",
         [

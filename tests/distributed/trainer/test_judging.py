@@ -35,7 +35,7 @@ test_data_are_passed_over = pytest.mark.sampled(2)(
     )
 )
 
-test_a_wrong_rank_is_named = pytest.mark.sampled(2)(
+test_a_wrong_rank_is_named = pytest.mark.sampled(4)(
     tried(
         "judging_cases",
         [

@@ -9,25 +9,27 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.5}
 DILOCO = {"lr": 0.7, "momentum": 0.9}
 FILES = {"optimizer": "file", "gradients": "host"}
 
-test_replicas_are_plain_models_that_are_brought_together = tried(
-    "local_cases",
-    [
-        row(2, "exact"),
-        row(2, "exact", inner=SGD, outer=DILOCO, offload=FILES),
-        row(4, "exact", every=3, outer=DILOCO),
-        row(2, "exact", FULL, inner=SGD),
-        row(2, "exact", FULL, outer=DILOCO),
-        row(3, "exact", FULL, replicas=3, outer={"lr": 0.9}),
-        *(row(4, "exact", FULL, stage=stage, every=3, outer=DILOCO) for stage in (0, 1, 2)),
-        *(row(4, "exact", FULL, axes={axis: 2}, outer=DILOCO) for axis in ("tensor", "pipeline", "context")),
-        row(4, "experts", FULL),
-        row(2, "together"),
-        row(2, "equal"),
-    ],
-    timeout=120.0,
+test_replicas_are_plain_models_that_are_brought_together = pytest.mark.sampled(4)(
+    tried(
+        "local_cases",
+        [
+            row(2, "exact"),
+            row(2, "exact", inner=SGD, outer=DILOCO, offload=FILES),
+            row(4, "exact", every=3, outer=DILOCO),
+            row(2, "exact", FULL, inner=SGD),
+            row(2, "exact", FULL, outer=DILOCO),
+            row(3, "exact", FULL, replicas=3, outer={"lr": 0.9}),
+            *(row(4, "exact", FULL, stage=stage, every=3, outer=DILOCO) for stage in (0, 1, 2)),
+            *(row(4, "exact", FULL, axes={axis: 2}, outer=DILOCO) for axis in ("tensor", "pipeline", "context")),
+            row(4, "experts", FULL),
+            row(2, "together"),
+            row(2, "equal"),
+        ],
+        timeout=120.0,
+    )
 )
 
-test_replicas_go_apart_and_come_together = pytest.mark.sampled(2)(
+test_replicas_go_apart_and_come_together = pytest.mark.sampled(4)(
     tried(
         "local_cases",
         [

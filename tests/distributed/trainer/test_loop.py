@@ -22,7 +22,7 @@ STATES = ("optimizer", "parameters")
 UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_backward": True}}
 
 
-test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
+test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(4)(
     tried(
         CASES,
         [

@@ -86,7 +86,7 @@ test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = pytest.mark.sa
         ],
     )
 )
-test_adapters_on_ranks = pytest.mark.sampled(2)(
+test_adapters_on_ranks = pytest.mark.sampled(4)(
     tried(
         "lora_cases",
         [

@@ -19,7 +19,7 @@ WITHOUT = {
     for each in ("torchao", "galore_torch", "apollo_torch", "optimi", "schedulefree")
 }
 
-test_a_named_optimizer_is_its_class = pytest.mark.sampled(2)(
+test_a_named_optimizer_is_its_class = pytest.mark.sampled(4)(
     tried(
         CASES,
         [
@@ -72,7 +72,7 @@ def test_what_cannot_be_exact_is_refused(
         assert re.search(said, each)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [

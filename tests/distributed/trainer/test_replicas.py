@@ -9,7 +9,7 @@ FULL = pytest.mark.full
 TWO, PAIRS = {"replicate": 2}, {"replicate": 2, "shard": 2}
 MANY = {"batch": {"global_size": 10, "micro_size": 1}}
 FILES = {"optimizer": "file", "parameters": "file"}
-test_states_are_divided_over_replicas = pytest.mark.sampled(2)(
+test_states_are_divided_over_replicas = pytest.mark.sampled(4)(
     tried(
         "replica_cases",
         [

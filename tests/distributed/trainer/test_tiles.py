@@ -22,7 +22,7 @@ def case(kind: str, axes: str, stage: int = 3, *, quick: bool = False, **more: A
     return row(size, "trained", *(() if quick else (FULL,)), kind=kind, stage=stage, axes=parallel, **more)
 
 
-test_tiles_change_nothing = pytest.mark.sampled(2)(
+test_tiles_change_nothing = pytest.mark.sampled(4)(
     tried(
         "tile_cases",
         [

@@ -16,7 +16,7 @@ SPOILED = [
     {"calls": [1, 3, 5], "message": "3 of 5 steps made no update"},
     {"calls": [3], "message": "no parameter was changed (run.on_nonfinite: stop)", "steps": 2, "on_nonfinite": "stop"},
 ]
-test_a_run_is_that_of_a_plain_loop = pytest.mark.sampled(2)(
+test_a_run_is_that_of_a_plain_loop = pytest.mark.sampled(8)(
     tried(
         "trainer_cases",
         [

@@ -299,7 +299,9 @@ class Writing(Rated):
 class Naming(Rated):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
-        assert all("bias" in name for group in self.param_groups for name in group["param_names"])
+        # pytest replaces an `assert` by one that knows its session, in whose objects parameters would be looked for.
+        if not all("bias" in name for group in self.param_groups for name in group["param_names"]):
+            raise AssertionError
 
 
 class Scaling(Rated):
@@ -477,7 +479,8 @@ class OfFilledGroups(ByNumber):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert all(group["params"][0] is not None for group in self.param_groups)
+        if any(group["params"][0] is None for group in self.param_groups):
+            raise AssertionError
         for rate, group in zip(self.rates, self.param_groups, strict=False):
             for each in group["params"]:
                 if each.grad is not None:
