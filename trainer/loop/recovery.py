@@ -139,10 +139,10 @@ class Recovery:
         self._key, section, self.snapshots = seed_of(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
         # The last host that is left goes on from the copies that it has, and has snapshots without them.
         copied = section.copies > 0 and (len({each.host for each in mesh.locations}) > 1 or number_of_start() > 0)
-        if section.copies > 0 and not copied:
-            raise ConfigError(f"recovery.copies: {section.copies} {_ONE_HOST}")
         on_device = section.memory == "auto" and is_accelerator(mesh.device) and self.config.parallel.sync_every == 1
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
+        if section.copies > 0 and others is None:
+            raise ConfigError(f"recovery.copies: {section.copies} {_ONE_HOST}")
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.
             memories, key = (_memory(own), _memory(others) if copied else None), seed_of(self.config.to_yaml())

@@ -126,10 +126,10 @@ class _RankProcess:
 
 class RankProcesses:
     """The processes `python ARGUMENTS` of this host's ranks, in separate sessions, away from the terminal's Ctrl-C. Those that rest
-    after a start (see `line`) are ranks of the next one, in the same process."""
+    after a start (see `line`) are ranks of the next one, in the same process. `memories` are the names of those they get."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._arguments = arguments
+    def __init__(self, arguments: Sequence[str], memories: Sequence[str] = MEMORIES) -> None:
+        self._arguments, self._memories = arguments, memories
         self._ranks: list[_RankProcess] = []
         self._placeless: list[_RankProcess] = []  # those of earlier starts, which end by themselves
         self._cause_until: float | None = None
@@ -150,10 +150,10 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
-                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in MEMORIES)
+                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in self._memories)
                 memories = tuple(new if each is None else map(os.dup, each.memories))
                 with theirs:
-                    handles = dict(zip((LINE, *MEMORIES), (theirs.fileno(), *memories), strict=True))
+                    handles = dict(zip((LINE, *self._memories), (theirs.fileno(), *memories), strict=True))
                     process = nursery.fork(self._arguments, variables, handles)
                 each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)
