@@ -361,6 +361,7 @@ def undisturbed_run(programs: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 FULL = pytest.mark.full
+OTHERS_MAY_COME = ("--nnodes", "1:2", "--rdzv-endpoint", "localhost:0")
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -585,7 +586,8 @@ def test_a_snapshot_counts_on_where_the_run_goes_on_from_newer_states(tmp_path: 
     asked: dict[str, Any] = {"given": True, "unfreezes": 6}
     undisturbed = run(tmp_path / "undisturbed", **asked)
     settings = {"checkpoint": {"every_steps": 0}, "recovery": {"copies": 1, "every_steps": 3}}
-    found = run(tmp_path / "lost", *((step, 1, "SIGKILL") for step in (2, 5, 6)), settings=settings, hosts=2, **asked)
+    lost = [(step, 1, "SIGKILL") for step in (2, 5, 6)]
+    found = run(tmp_path / "lost", *lost, launcher=OTHERS_MAY_COME, settings=settings, hosts=2, **asked)
     assert found.went_well(undisturbed)
     sources = [line["source"] for line in read_metrics(found.folder / "run" / "recoveries.jsonl")]
     assert sources == ["memory", "memory", "snapshot"]
@@ -615,7 +617,7 @@ def test_buffers_that_passes_change_come_from_a_checkpoint(tmp_path: Path, when:
     assert read_metrics(found.folder / "run" / "recoveries.jsonl")[0]["source"] == "checkpoint"
 
 
-@pytest.mark.parametrize("launcher", [(), ("--nnodes", "1:2", "--rdzv-endpoint", "localhost:0")])
+@pytest.mark.parametrize("launcher", [(), OTHERS_MAY_COME])
 def test_copies_need_another_host(tmp_path: Path, launcher: Sequence[str]) -> None:
     """One that comes later will do."""
     found = run(tmp_path, launcher=launcher, settings={"recovery": {"copies": 1}})

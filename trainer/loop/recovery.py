@@ -143,10 +143,11 @@ class Recovery:
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if section.copies > 0 and others is None:
             raise ConfigError(f"recovery.copies: {section.copies} {_ONE_HOST}")
-        if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
+        if own is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.
-            memories, key = (_memory(own), _memory(others) if copied else None), seed_of(self.config.to_yaml())
-            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=self.model is not None)
+            of_others = _memory(others) if copied and others is not None else None
+            key = seed_of(self.config.to_yaml())
+            self.snapshots = Snapshots(_memory(own), of_others, mesh, key, section.every_steps, frozen=self.model is not None)
         if not self.stays:
             self.memory = None
             self._tell(0.0)
