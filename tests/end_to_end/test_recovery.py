@@ -393,7 +393,6 @@ def undisturbed_runs(programs: Any, undisturbed_run: Run, tmp_path_factory: pyte
     return of
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("victim", "how"),
     [
@@ -752,7 +751,6 @@ def test_what_a_process_holds_does_not_grow_with_recoveries(tmp_path: Path) -> N
 CHANGED = "/run is of a run with other settings:\n  - data.train_samples: 36 then, 48 now\nundo these changes"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("faults", "asked", "said", "recoveries"),
     [

@@ -61,7 +61,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model: str, layout: str) -> None:
     ranks, sections = LAYOUTS[layout]
@@ -75,31 +75,29 @@ def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model
 SHARDED, WHOLE, STAGED = {"zero": {"gathered_budget": 0}}, {"zero": {"stage": 0}}, {"parallel": {"pipeline": 2}}
 
 
-test_generation = pytest.mark.sampled(3)(
-    tried(
-        "generator_cases",
-        [
-            pytest.param(1, "reads_into_place", {"shard": "1GB"}, marks=pytest.mark.full),
-            (2, "reads_into_place", {"shard": "1GB"}),
-            (1, "reads_into_place", {"shard": "2MB"}),
-            (2, "agrees", {"model": "llama", "prompts": 1, "sections": SHARDED}),
-            (2, "penalises", {}),
-            (2, "from_a_run", {}),
-            (2, "is_not_finite", {"sections": SHARDED}),
-            pytest.param(2, "is_not_finite", {"sections": STAGED}, marks=pytest.mark.full),
-            (2, "cancels", {"sections": {"zero": {"stage": 3}}}),
-            pytest.param(2, "cancels", {"sections": STAGED}, marks=pytest.mark.full),
-            (2, "finds_flips", {"sections": WHOLE}),
-            *(
-                pytest.param(ranks, "finds_flips", {"sections": sections}, marks=pytest.mark.full)
-                for ranks, sections in (
-                    (4, {"zero": {"stage": 3}, "parallel": {"replicate": 2}}),
-                    (2, {**WHOLE, "parallel": {"tensor": 2}}),
-                    (2, {**WHOLE, **STAGED}),
-                )
-            ),
-        ],
-    )
+test_generation = tried(
+    "generator_cases",
+    [
+        pytest.param(1, "reads_into_place", {"shard": "1GB"}, marks=pytest.mark.full),
+        (2, "reads_into_place", {"shard": "1GB"}),
+        (1, "reads_into_place", {"shard": "2MB"}),
+        (2, "agrees", {"model": "llama", "prompts": 1, "sections": SHARDED}),
+        (2, "penalises", {}),
+        (2, "from_a_run", {}),
+        (2, "is_not_finite", {"sections": SHARDED}),
+        pytest.param(2, "is_not_finite", {"sections": STAGED}, marks=pytest.mark.full),
+        (2, "cancels", {"sections": {"zero": {"stage": 3}}}),
+        pytest.param(2, "cancels", {"sections": STAGED}, marks=pytest.mark.full),
+        (2, "finds_flips", {"sections": WHOLE}),
+        *(
+            pytest.param(ranks, "finds_flips", {"sections": sections}, marks=pytest.mark.full)
+            for ranks, sections in (
+                (4, {"zero": {"stage": 3}, "parallel": {"replicate": 2}}),
+                (2, {**WHOLE, "parallel": {"tensor": 2}}),
+                (2, {**WHOLE, **STAGED}),
+            )
+        ),
+    ],
 )
 
 

@@ -23,19 +23,17 @@ test_a_model_trains_on_shares_as_on_whole_sequences = pytest.mark.sampled(3)(
         timeout=120,
     )
 )
-test_loops_bytes_and_refusals = pytest.mark.sampled(3)(
-    tried(
-        "context_cases",
-        [
-            *(row(2, "loop", kind=kind) for kind in ("llama", "lora")),
-            *(row(2, "bytes_told", method=method) for method in ("gather", "heads")),
-            row(4, "bytes_told", FULL, method="gather"),
-            row(2, "refused"),
-            row(2, "stages_alike"),
-            row(2, "exact", kind="keywords", axes=TWO),
-            row(2, "exact", kind="asides", axes=TWO),  # The ranks whose gradients are complete wait for none that do not come.
-        ],
-    )
+test_loops_bytes_and_refusals = tried(
+    "context_cases",
+    [
+        *(row(2, "loop", kind=kind) for kind in ("llama", "lora")),
+        *(row(2, "bytes_told", method=method) for method in ("gather", "heads")),
+        row(4, "bytes_told", FULL, method="gather"),
+        row(2, "refused"),
+        row(2, "stages_alike"),
+        row(2, "exact", kind="keywords", axes=TWO),
+        row(2, "exact", kind="asides", axes=TWO),  # The ranks whose gradients are complete wait for none that do not come.
+    ],
 )
 
 
@@ -56,7 +54,6 @@ def test_what_is_collected_is_of_whole_sequences(workers: Workers, tmp_path: Pat
         assert found["predictions"] == pytest.approx(one["predictions"], rel=1e-9)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "words"),
     [("killed", "rank 1 is gone"), ("stopped", "parallel.timeout_seconds"), ("memory", "the machine has no memory left")],
