@@ -210,7 +210,8 @@ def launched_by(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
-    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and the address of rank 0."""
+    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and the address of rank 0. The run may have
+    ranks on `hosts` hosts, if others come to it."""
 
     first: int
     processes: int
@@ -219,6 +220,7 @@ class RankRange:
     master_port: int
     run_id: str
     restart: int = 0
+    hosts: int = 1
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a process its rank, under torchrun's names, which other libraries read too."""

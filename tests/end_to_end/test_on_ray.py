@@ -68,10 +68,9 @@ def written(folder: Path, steps: int = 1_000_000) -> Path:
 def cluster() -> Iterator[Any]:
     """A head without cores, which drivers connect to; nodes are added by tests."""
     tools = pytest.importorskip("ray.cluster_utils", reason="needs Ray: pip install 'ray[train]'")
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     before, folder = dict(os.environ), tempfile.mkdtemp(prefix="zm-ray-")
-    os.environ |= variables
-    made = tools.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder})
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": folder}
+    made = tools.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     os.environ["RAY_ADDRESS"] = made.address
     yield made
     made.shutdown()
@@ -137,6 +136,14 @@ def test_a_run_that_fails_ends_with_its_exit_code(cluster: Any, tmp_path: Path) 
     assert found.returncode == 7, found.stderr
     assert "rank 1" in found.stderr
     assert "exit code 7" in found.stderr
+
+
+def test_copies_need_another_node(cluster: Any, tmp_path: Path) -> None:
+    cluster.add_node(num_cpus=RANKS)
+    words = ("--on", "ray", "--nodes", "1", "recovery.copies=1")
+    found = ended([sys.executable, "-m", "zeromesh", "train", str(written(tmp_path / "run", 2)), *words], seconds=240)
+    assert found.returncode == 2, found.stderr
+    assert "recovery.copies: 1 has copies on another host, and all ranks are on one" in found.stderr
 
 
 def test_the_trainer_is_the_same_in_a_loop_of_ray_train(cluster: Any, tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def test_hosts_that_end_well(launch: Launch, capfd: pytest.CaptureFixture[str]) 
     assert said.err == "[b] no output is lost hush\n"
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_have_a_place_for_copies_of_another_host_if_there_is_one(launch: Launch, hosts: int) -> None:
+    body = f"assert ('ZEROMESH_COPIES' in os.environ) == {hosts > 1}"
+    plan = launch.plan(body, body)
+    assert supervise(replace(plan, hosts=plan.hosts[:hosts], least=hosts), launch.told.append) == 0, launch.told
+
+
 @pytest.mark.parametrize(
     ("a", "b", "how", "said", "code", "starts"),
     [

@@ -321,7 +321,7 @@ class Leader:
             with listen(self._nodes.where[0], 0) as free:
                 host, port = self._nodes.where[0], free.getsockname()[1]
         start: dict[str, Any] = {"world_size": self._world_size, "run_id": self._run_id, "restart": self._starts}
-        start |= {"master_address": host, "master_port": port}
+        start |= {"master_address": host, "master_port": port, "hosts": self._nodes.most - (not self.processes)}
         first, self._will = own, {}
         if self._listener is not None and self._nodes.rank is None and self.processes:
             self._will = self._last_will(counts)

@@ -82,6 +82,7 @@ def rank_range(message: Message) -> RankRange:
     content = field(message, "start", {})
     size = field(content, "world_size", MISSING, least=1, most=MAX_PROCESSES**2)
     ranges = {"first": (0, size - 1), "processes": (1, MAX_PROCESSES), "master_port": (1, 65535), "restart": (0, _MOST)}
+    ranges["hosts"] = (1, _MOST)
     found: dict[str, Any] = {name: field(content, name, "") for name in ("master_address", "run_id")}
     found |= {name: field(content, name, MISSING, least=ends[0], most=ends[1]) for name, ends in ranges.items()}
     return RankRange(world_size=size, **found)

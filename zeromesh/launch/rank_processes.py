@@ -126,10 +126,10 @@ class _RankProcess:
 
 class RankProcesses:
     """The processes `python ARGUMENTS` of this host's ranks, in separate sessions, away from the terminal's Ctrl-C. Those that rest
-    after a start (see `line`) are ranks of the next one, in the same process. `memories` are the names of those they get."""
+    after a start (see `line`) are ranks of the next one, in the same process."""
 
-    def __init__(self, arguments: Sequence[str], memories: Sequence[str] = MEMORIES) -> None:
-        self._arguments, self._memories = arguments, memories
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
         self._ranks: list[_RankProcess] = []
         self._placeless: list[_RankProcess] = []  # those of earlier starts, which end by themselves
         self._cause_until: float | None = None
@@ -143,6 +143,8 @@ class RankProcesses:
         before, self._ranks = sorted(self._ranks, key=lambda each: each.told.get("error", {}).get("left_out", 0)), []
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
         shared |= {RECOVERS: "1"} if self.recover else {}
+        # Copies of the states of another host have no place where there is none.
+        names = MEMORIES if assigned.hosts > 1 else MEMORIES[:-1]
         for local_rank in range(assigned.processes):
             rank, variables = assigned.first + local_rank, {**shared, **assigned.variables(local_rank)}
             each = before[local_rank] if local_rank < len(before) else None
@@ -150,10 +152,10 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
-                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in self._memories)
+                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in names)
                 memories = tuple(new if each is None else map(os.dup, each.memories))
                 with theirs:
-                    handles = dict(zip((LINE, *self._memories), (theirs.fileno(), *memories), strict=True))
+                    handles = dict(zip((LINE, *names), (theirs.fileno(), *memories), strict=True))
                     process = nursery.fork(self._arguments, variables, handles)
                 each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from zeromesh.environment import MEMORIES, SECRET, RankRange, export, files_handed_on, setting, worker_environment
+from zeromesh.environment import SECRET, RankRange, export, files_handed_on, setting, worker_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.leader import ALONE, Leader, Nodes, Notify, Result, Stop, Stopped
@@ -239,9 +239,7 @@ def launch_workers(
                 cause = error.__cause__
                 if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
                     raise
-        # Copies of the states of another host have no place where there is none.
-        memories = MEMORIES if nodes.most > 1 else MEMORIES[:-1]
-        result = run_starts(arguments, others, requests, modules, memories)
+        result = run_starts(arguments, others, requests, modules)
         if isinstance(others, Leader) and others.moved is not None:
             (endpoint,) = messages.heirs(others.moved).values()
             others = Follower(replace(nodes, endpoint=endpoint), processes, notify, stopped)
@@ -250,14 +248,10 @@ def launch_workers(
 
 
 def run_starts(
-    arguments: Sequence[str],
-    others: Leader | Follower,
-    requests: StopSignals,
-    modules: Sequence[str] = TRAINER,
-    memories: Sequence[str] = MEMORIES,
+    arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, modules: Sequence[str] = TRAINER
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
-    nursery, ranks, files = None, RankProcesses(arguments, memories), files_handed_on()
+    nursery, ranks, files = None, RankProcesses(arguments), files_handed_on()
     requests.holds, requests.show = lambda: bool(ranks.recover) and not others.waits, others.notify
     try:
         if others.processes:

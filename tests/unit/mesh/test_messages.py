@@ -127,9 +127,10 @@ def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
 
 
 def test_a_start_has_numbers_in_their_ranges() -> None:
-    start = {"world_size": 8, "first": 4, "processes": 2, "master_port": 29_500, "restart": 3}
+    start = {"world_size": 8, "first": 4, "processes": 2, "master_port": 29_500, "restart": 3, "hosts": 2}
     ranges = {"world_size": (5, 1 << 32), "first": (0, 7), "processes": (1, 65_536), "master_port": (1, 65_535)}
-    for name, (least, most) in {**ranges, "restart": (0, (1 << 53) - 1)}.items():
+    most_of_all = (1 << 53) - 1
+    for name, (least, most) in {**ranges, "restart": (0, most_of_all), "hosts": (1, most_of_all)}.items():
         for value in (least - 1, least, most, most + 1):
             said = refusal(lambda changed={**start, name: value}: messages.rank_range({"start": changed}))  # type: ignore[misc]
             assert bool(said) == (not least <= value <= most), (name, value)

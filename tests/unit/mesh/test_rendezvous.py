@@ -86,7 +86,7 @@ def test_hosts_are_numbered_by_their_number_and_no_more_than_wanted() -> None:
     hosts = [member(name, rank=rank, processes=rank + 1) for name, rank in (("c", 2), ("b", 1), ("d", 3))]
     leader = Leader(Nodes(most=3, run_id="run"), 1, print, bool, members=hosts, address_of=lambda left: ("there", 1234))
     start = leader.first_start()
-    common = {"world_size": 6, "master_address": "there", "master_port": 1234, "run_id": "run", "restart": 0}
+    common = {"world_size": 6, "master_address": "there", "master_port": 1234, "run_id": "run", "restart": 0, "hosts": 3}
     assert start == RankRange(first=0, processes=1, **common)  # type: ignore[arg-type]
     (third,), (second,), left_out = map(sent_to, hosts)
     assert second["start"] == {"first": 1, "processes": 2, **common}
@@ -557,7 +557,8 @@ def following(*coming: list[Message] | Exception, attached: bool = True) -> tupl
     return follower, wire
 
 
-START = {"first": 2, "processes": 2, "world_size": 4, "master_port": 1, "restart": 0, "master_address": "a", "run_id": ""}
+START = {"first": 2, "processes": 2, "world_size": 4, "master_port": 1, "restart": 0, "hosts": 2}
+START |= {"master_address": "a", "run_id": ""}
 
 
 @pytest.mark.parametrize(("own", "theirs", "ranks"), [(1, 0, 3), (0, 1, 3), (1, 1, 2), (2, 0, 4)])
