@@ -5,6 +5,7 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
         print(result.text)
 """
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -309,6 +310,8 @@ class Generator(ModelOnMesh):
             model.close()
             model.console.close()
             self.mesh.close()
+            del model
+            gc.collect()  # Layers whose `forward` is replaced, as where products are widened, are kept by it.
 
 
 class _Results:

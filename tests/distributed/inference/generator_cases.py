@@ -244,7 +244,7 @@ def takes(mesh: Mesh, folder: str, tier: str) -> None:
         gc.disable()
     left = resident_bytes() - base
     gc.enable()
-    assert left <= 40 << 20
+    assert left <= 40 << 20, left
     with pytest.raises(PhaseError, match=r"ended with close\(\)"):
         generator.encode("a")
 
