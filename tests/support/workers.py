@@ -30,6 +30,7 @@ _TRIED = itertools.count(os.getpid() * 251)
 """Processes that test at the same time begin at different ones."""
 _KEPT_POOLS = 6
 """They take memory, and a fresh one imports and prepares much at its first case."""
+_MOST_THREADS = 60  # of a worker: groups with a collective that did not end are never left, and their threads poll
 
 
 class CaseError(AssertionError):
@@ -229,6 +230,8 @@ class Workers:
         """The kept pool of a layout, started when there is none. `axes`: ranks along the axes other than shard."""
         options = PoolOptions(size=size, device=device or self._device, **axes)
         pool = self._pools.pop(options, None)
+        if pool is not None and len([*Path(f"/proc/{pool.pids[0]}/task").glob("*")]) > _MOST_THREADS:
+            pool.close()
         if pool is None or not pool.open:
             pool = Pool(self._source, options, rests=not options.hosts)  # Hosts tell by their clocks who is gone.
         self._pools[options] = pool  # The latest is last.
