@@ -311,7 +311,7 @@ class Generator(ModelOnMesh):
             model.console.close()
             self.mesh.close()
             del model
-            gc.collect()  # Layers whose `forward` is replaced, as where products are widened, are kept by it.
+            gc.collect()  # A layer whose `forward` is replaced, as where products are widened, refers to itself.
 
 
 class _Results:
