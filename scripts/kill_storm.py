@@ -3,8 +3,8 @@
 Each layout of `LAYOUTS` trains a small Llama for 25 steps, once undisturbed and `--times` times in a storm: with the chance
 `--rate` a rank ends by SIGKILL when it posts what it does, and six to sixty times as often around marks and records of an update.
 A run that goes on to its end must have the same bits in every loss, every norm and every parameter. One that the launcher ends is
-counted as ended: all ranks were killed at once, or three times after the same step. Prints a row a layout, and exits with 1 where
-something differs. Takes ten minutes on two cores.
+counted as ended, and why is printed: all ranks were killed at once, or some of them three times after the same step. Prints a row a
+layout, and exits with 1 where something differs. Takes ten minutes on two cores.
 """
 
 import argparse
@@ -76,6 +76,8 @@ def _run(layout: str, folder: Path, rate: float) -> tuple[list[Any] | None, Coun
     if ended.returncode:
         if not kills:
             raise RuntimeError(ended.stderr)
+        reasons = [line for line in ended.stdout.splitlines() if "no more recovery" in line] or ended.stderr.strip().splitlines()
+        print(f"{layout} has ended: {reasons[-1]}", flush=True)
         return None, Counter({"kills": kills, **counts})
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     figures = [[line["step"], line["loss"], line["grad_norm"]] for line in lines]

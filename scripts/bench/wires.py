@@ -1,5 +1,6 @@
 """One rank of a run of `bench_wires.py`: a Llama in several ways, in turn. The first rank of each host prints what it took as a
-line of JSON: the seconds of each step, and the bytes that its host has sent in it."""
+line of JSON: the seconds of each step, and the bytes that its host has sent in it. Takes the microbatches of a step, and the
+ways."""
 
 import json
 import os
@@ -15,7 +16,7 @@ import transformers as tf
 from bench.thin_wire import RESULT, sent
 from zeromesh import Callback, Trainer
 
-STEPS, MICROBATCHES, LENGTH = 5, 4, 64
+STEPS, LENGTH = 5, 64
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 384,
@@ -48,14 +49,15 @@ class Watch(Callback):
 
 
 def main() -> None:
-    ranks, tokens = int(os.environ["WORLD_SIZE"]), torch.Generator().manual_seed(0)
-    rows = torch.randint(0, 256, (4 * ranks * MICROBATCHES, LENGTH), generator=tokens)
+    microbatches, *ways = sys.argv[1:]
+    samples, tokens = int(os.environ["WORLD_SIZE"]) * int(microbatches), torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 256, (4 * samples, LENGTH), generator=tokens)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    for name in sys.argv[1:]:
+    for name in ways:
         with tempfile.TemporaryDirectory() as folder:
             config = {
                 "run": {"max_steps": STEPS, "output_dir": folder, "name": "run"},
-                "batch": {"global_size": ranks * MICROBATCHES, "micro_size": 1},
+                "batch": {"global_size": samples, "micro_size": 1},
                 "checkpoint": {"every_steps": 0},
                 **WAYS[name],
             }

@@ -3,7 +3,7 @@
 Hosts are network namespaces with names of their own, joined by a bridge, each with two ranks; what a host sends is slowed down by a
 token bucket (`tc tbf`). That needs root, `ip`, `tc` and `unshare`. A part is one of these, both by default:
 
-hosts: steps of a Llama of 14 million parameters in bfloat16, 4 microbatches of one sequence of 64 tokens each: stage 3 over all
+hosts: steps of a Llama of 14 million parameters in bfloat16, `--microbatches` of one sequence of 64 tokens each: stage 3 over all
 ranks, replicas with all states, replicas that divide them, and these with each codec and with what `auto` takes. For each rate the
 median seconds of a step, the bytes that a host sends in it by the counters of its interface, and both as parts of the first row and
 of that without a codec. The ways take turns, `--rounds` times. Two minutes a rate and round on two idle cores.
@@ -36,13 +36,14 @@ RATES = ("200mbit", "1gbit", "10gbit", "none")
 STEPS = 240
 
 
-def between_hosts(rates: list[str], rounds: int, ways: list[str]) -> None:
+def between_hosts(rates: list[str], rounds: int, ways: list[str], microbatches: int) -> None:
+    words = [str(microbatches), *ways]
     with tempfile.TemporaryDirectory() as folder, hosts(Path(folder), *NAMES) as made:
         for number, rate in enumerate(rates):
             slow_down(made, rate)
             seconds, nbytes, chosen = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list), ""
             for turn in range(rounds):
-                for found in run_on(made, SLOTS, PORT + rounds * number + turn, "bench.wires", ways):
+                for found in run_on(made, SLOTS, PORT + rounds * number + turn, "bench.wires", words):
                     way = str(found["way"])
                     seconds[way] += found["seconds"]  # type: ignore[arg-type]
                     nbytes[way] += found["bytes"]  # type: ignore[arg-type]
@@ -97,9 +98,10 @@ def main() -> None:
         "--codecs", nargs="+", default=["exact", "nudged", "bfloat16", "int8", "int4"], help="of `loss`, exact first"
     )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=4)
     given = parser.parse_args()
     if "hosts" in given.parts:
-        between_hosts(given.rates, given.rounds, given.ways)
+        between_hosts(given.rates, given.rounds, given.ways, given.microbatches)
     if "loss" in given.parts:
         for seed in given.seeds:
             losses(seed, given.codecs)
