@@ -76,8 +76,8 @@ def _run(layout: str, folder: Path, rate: float) -> tuple[list[Any] | None, Coun
     if ended.returncode:
         if not kills:
             raise RuntimeError(ended.stderr)
-        reasons = [line for line in ended.stdout.splitlines() if "no more recovery" in line] or ended.stderr.strip().splitlines()
-        print(f"{layout} has ended: {reasons[-1]}", flush=True)
+        lines = ended.stderr.splitlines()
+        print(f"{layout} has ended: {([line for line in lines if 'no more recovery' in line] or lines)[-1]}", flush=True)
         return None, Counter({"kills": kills, **counts})
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     figures = [[line["step"], line["loss"], line["grad_norm"]] for line in lines]
