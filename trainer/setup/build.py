@@ -12,7 +12,6 @@ from torch.utils.data import Subset
 
 from zeromesh.environment import export, number_of_start, read_environment, set_default, setting
 from zeromesh.errors import ConfigError, counted, some
-from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import AXES, SIZES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
@@ -55,7 +54,6 @@ def connect(config: TrainerConfig) -> Mesh:
     device = accelerator.pick_device(environment.local_rank)
     if device.type == "cpu":
         reuse_freed_memory()
-        allocate_buffers()
     seconds, traces = parallel.patience, config.run.directory
     mesh = Mesh(shape, environment, device=device, timeout_seconds=seconds, order=parallel.order, traces=traces)
     if config.profile.allocations:

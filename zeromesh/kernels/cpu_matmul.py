@@ -2,7 +2,6 @@
 and tensors saved for backward stay in 16 bits, and sums inside a product are fp32. docs/decisions/0014 has the figures."""
 
 import threading
-from functools import cache
 from time import thread_time
 from timeit import timeit
 from typing import Any, cast
@@ -50,12 +49,6 @@ def row_blocks(rows: int, columns: int) -> list[slice]:
 def _slices(rows: int, columns: int, elements: int) -> list[slice]:
     step = max(1, min(rows, max(_LEAST_ROWS, elements // max(1, columns))))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-@cache
-def allocate_buffers() -> None:
-    """Multiply large fp32 matrices before all others (20 ms): MKL keeps packing buffers, 7 MiB then, 24 MiB if products grow."""
-    torch.mm(torch.zeros(512, 1536), torch.zeros(1536, 1536))
 
 
 class _Scratch(threading.local):

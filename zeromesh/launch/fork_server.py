@@ -1,8 +1,10 @@
 """The process of a `nursery`, `python -m zeromesh.launch.fork_server DESCRIPTOR MODULE...`: imports, then forks at each request."""
 
 import atexit
+import ctypes
 import gc
 import json
+import mmap
 import os
 import runpy
 import signal
@@ -16,6 +18,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+import psutil
+
 from zeromesh.environment import IMPORTED, RECOVERS, die_with_parent, export, launched_by
 from zeromesh.files import flush_files
 from zeromesh.launch.signals import STOP_SIGNALS, handled_signals, hold_signals
@@ -28,6 +32,15 @@ def _obstacle() -> str | None:
         return f"an imported module has started a thread ({', '.join(sorted(names)[1:])})"
     accelerator = sys.modules.get("zeromesh.offload.accelerator")
     return "an imported module uses a GPU already" if accelerator and accelerator.is_initialized() else None
+
+
+def _let_go_of_code() -> None:
+    """Unmap the code and constants of libraries that imports have read: forks map what they need, and this process needs little."""
+    unmap = ctypes.CDLL(None).madvise
+    for area in psutil.Process().memory_maps(grouped=False):
+        if area.path.startswith("/") and "w" not in area.perms and not area.anonymous:
+            start, end = (int(each, 16) for each in area.addr.split("-"))
+            unmap(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
 
 
 def _serve(connection: Connection) -> list[str] | None:
@@ -127,6 +140,7 @@ def main() -> None:
         obstacle = f"{type(error).__name__}: {error}"
     gc.freeze()
     gc.enable()
+    _let_go_of_code()
     connection.send_bytes(json.dumps({"obstacle": obstacle if modules else None}).encode())
     export({IMPORTED: str(time.monotonic() - began)})
     arguments = None if obstacle and modules else _serve(connection)

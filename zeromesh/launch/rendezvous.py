@@ -29,7 +29,7 @@ from zeromesh.launch.rank_processes import STOPPED, RankProcesses, WorkersFailed
 from zeromesh.launch.signals import StopSignals, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
-TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
+TRAINER = ("zeromesh.trainer.cli.main", "zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 """The modules that ranks import for most commands."""
 Attach = Callable[[], LauncherConnection]
 

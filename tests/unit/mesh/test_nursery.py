@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from zeromesh.errors import CollectiveError
@@ -135,6 +136,14 @@ def test_a_stop_that_comes_to_all_processes_is_for_the_forks(nursery, tmp_path):
     assert waiting.poll() is None
     os.killpg(waiting.pid, signal.SIGINT)
     assert waiting.wait() == 130
+
+
+def test_the_process_that_imports_keeps_no_code_of_libraries_mapped(nursery, tmp_path):
+    found, _ = nursery("torch")
+    forked = fork(found, "waits", tmp_path / "out")
+    wait_for_line(tmp_path / "out")
+    memory = psutil.Process(psutil.Process(forked.pid).ppid()).memory_info()
+    assert memory.shared < 2**24 < memory.rss - memory.shared
 
 
 def test_a_fork_is_told_of_once_signals_to_its_group_reach_it(nursery, tmp_path):
