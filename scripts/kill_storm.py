@@ -5,6 +5,9 @@ Each layout of `LAYOUTS` trains a small Llama for 25 steps, once undisturbed and
 A run that goes on to its end must have the same bits in every loss, every norm and every parameter. One that the launcher ends is
 counted as ended, and why is printed: all ranks were killed at once, or some of them three times after the same step. Prints a row a
 layout, and exits with 1 where something differs. Takes ten minutes on two cores.
+
+With `--outside N` ranks are killed by this command instead, N times in each run of 6 N steps without checkpoints: any of them at
+any time in a step, and often another one, or the new one, up to two seconds later, wherever it is in the recovery.
 """
 
 import argparse
@@ -16,10 +19,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
+
+from zeromesh.trainer.monitoring.step_metrics import read_metrics, step_of
 
 WIDE = {"compute": "float64", "reduce": "float64", "master": "float64"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -43,36 +52,50 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--rate", type=float, default=2e-4)
     parser.add_argument("--only", choices=LAYOUTS, help="one layout")
+    parser.add_argument("--outside", type=int, default=0, metavar="N", help="kills from outside in each run")
+    parser.add_argument("--seed", type=int, default=0, help="of kills from outside")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # the layout and the folder of a rank
     options = parser.parse_args()
+    steps = 6 * options.outside or STEPS
     if options.rank:
-        _train(*options.rank, rate=options.rate)
+        _train(*options.rank, rate=options.rate, steps=steps)
         return 0
+    dice = random.Random(options.seed) if options.outside else None
     all_equal, total = True, Counter[str]()
-    print("layout              kills  from memory  from disk  equal  ended  seconds")
+    print("layout              kills  from memory  from disk  begun anew  equal  ended  seconds")
     for layout in [options.only] if options.only else LAYOUTS:
         began, sums = time.time(), Counter[str]()
         with tempfile.TemporaryDirectory() as folder:
-            wanted, _ = _run(layout, Path(folder) / "undisturbed", 0.0)
+            wanted, _ = _run(layout, Path(folder) / "undisturbed", 0.0, options.outside)
             for number in range(options.times):
-                found, counts = _run(layout, Path(folder) / str(number), options.rate)
+                rate = 0.0 if options.outside else options.rate
+                found, counts = _run(layout, Path(folder) / str(number), rate, options.outside, dice)
                 sums += counts + Counter({"equal": int(found == wanted), "ended": int(found is None)})
         equal = wanted is not None and sums["equal"] + sums["ended"] == options.times
         all_equal, total = all_equal and equal, total + sums
-        counts_shown = "  ".join(f"{sums[name]:9}" for name in ("kills", "memory", "disk", "equal", "ended"))
+        counts_shown = "  ".join(f"{sums[name]:9}" for name in ("kills", "memory", "disk", "anew", "equal", "ended"))
         print(f"{layout:18}{counts_shown}  {time.time() - began:7.0f}{'' if equal else '  DIFFERENT'}", flush=True)
     print(f"{total['kills']} kills; {'all runs that went on are equal' if all_equal else 'something differs'}")
     return int(not all_equal)
 
 
-def _run(layout: str, folder: Path, rate: float) -> tuple[list[Any] | None, Counter[str]]:
-    """Run a layout; returns its losses, norms and a digest of its parameters, or None where it was ended, and what happened."""
+def _run(
+    layout: str, folder: Path, rate: float, outside: int, dice: random.Random | None = None
+) -> tuple[list[Any] | None, Counter[str]]:
+    """Run a layout; returns its losses, norms and a digest of its parameters, or None where it was ended, and what happened. With
+    `dice` the ranks are killed from outside, `outside` times."""
     folder.mkdir()
-    words = ["run", "--nproc", str(LAYOUTS[layout][0]), "--", __file__, "--rate", str(rate), "--rank", layout, str(folder)]
+    words = ["run", "--nproc", str(LAYOUTS[layout][0]), "--", __file__, "--rate", str(rate), "--outside", str(outside)]
+    command = [sys.executable, "-m", "zeromesh", *words, "--rank", layout, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-m", "zeromesh", *words], capture_output=True, text=True, env=environment, timeout=600)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
+        if dice is not None:
+            threading.Thread(target=_strike_from_outside, args=(launcher.pid, folder, outside, dice), daemon=True).start()
+        out, err = launcher.communicate(timeout=1200)
+    ended = subprocess.CompletedProcess(command, launcher.returncode, out, err)
     kills = (folder / "kills").read_text().count("\n") if (folder / "kills").exists() else 0
-    counts = {"memory": ended.stdout.count("went on after step"), "disk": ended.stdout.count("resumed from step")}
+    said = {"memory": "went on after step", "disk": "resumed from step", "anew": f"step 1/{6 * outside or STEPS} "}
+    counts = {name: ended.stdout.count(text) - (name == "anew") for name, text in said.items()}
     if ended.returncode:
         if not kills:
             raise RuntimeError(ended.stderr)
@@ -84,7 +107,37 @@ def _run(layout: str, folder: Path, rate: float) -> tuple[list[Any] | None, Coun
     return [*figures, (folder / "digest").read_text()], Counter({"kills": kills, **counts})
 
 
-def _train(layout: str, folder: str, *, rate: float) -> None:
+def _strike_from_outside(launcher: int, folder: Path, times: int, dice: random.Random) -> None:
+    """Kill ranks of a run at random instants, `times` times, and most times another one, or the new one, in the recovery."""
+
+    def step() -> int:
+        path = folder / "run" / "metrics.jsonl"
+        return max([0, *map(step_of, read_metrics(path))]) if path.exists() else 0
+
+    def ranks() -> list[psutil.Process]:
+        return [each for importer in psutil.Process(launcher).children() for each in importer.children()]
+
+    def kill(victim: psutil.Process) -> None:
+        victim.kill()
+        with (folder / "kills").open("a") as file:
+            file.write("killed\n")
+
+    with suppress(psutil.NoSuchProcess):  # The run has ended.
+        while step() < 3:
+            time.sleep(0.05)
+        for _ in range(times):
+            before, there = step(), ranks()
+            time.sleep(dice.uniform(0.0, 0.4))
+            kill(dice.choice(there))
+            if (whom := dice.choice(["new", "new", "old", "none"])) != "none":
+                time.sleep(dice.uniform(0.0, 2.0))
+                if found := [each for each in ranks() if (each in there) == (whom == "old")]:
+                    kill(dice.choice(found))
+            while step() < before + 2:
+                time.sleep(0.05)
+
+
+def _train(layout: str, folder: str, *, rate: float, steps: int) -> None:
     """Train as one rank of a layout, and end by SIGKILL at random."""
     import torch
     import transformers as tf
@@ -126,8 +179,8 @@ def _train(layout: str, folder: str, *, rate: float) -> None:
         "precision": WIDE,
         "optimizer": {"lr": 0.01},
         "batch": {"global_size": 12, "micro_size": 1},
-        "run": {"max_steps": STEPS, "output_dir": folder, "name": "run", "clip_norm": 0.5, "eval_at_end": False},
-        "checkpoint": {"every_steps": 10},
+        "run": {"max_steps": steps, "output_dir": folder, "name": "run", "clip_norm": 0.5, "eval_at_end": False},
+        "checkpoint": {"every_steps": 10 if steps == STEPS else 0},
         "recovery": {"limit": 1000},
         **LAYOUTS[layout][1],
     }

@@ -114,7 +114,12 @@ def shard(
     """
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
-    _require_unpartitioned(model)
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ConfigError(f"model is a {type(model).__name__}, which reduces gradients itself; give its .module")
+    for name, parameter in model.named_parameters():
+        if issubclass(type(parameter), AtRest | GuardedParameter):
+            cure = "give all modules to one shard(), or call unshard() before"
+            raise ConfigError(f"parameter {name} is partitioned already, in this model or in another one; {cure}")
     make_plain(model)
     resolved = _resolve(model, config, options)
     several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
@@ -208,15 +213,6 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     return resolved
 
 
-def _require_unpartitioned(model: nn.Module) -> None:
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ConfigError(f"model is a {type(model).__name__}, which reduces gradients itself; give its .module")
-    for name, parameter in model.named_parameters():
-        if issubclass(type(parameter), AtRest | GuardedParameter):
-            cure = "give all modules to one shard(), or call unshard() before"
-            raise ConfigError(f"parameter {name} is partitioned already, in this model or in another one; {cure}")
-
-
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     """Replace `zero_grad` of a partitioned model. A copy of the model, which is not partitioned, uses the original."""
     if is_sharded(model):
@@ -302,8 +298,7 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it. Its
     `ShardedOptimizer` cannot be used afterwards. Parameters keep the `requires_grad` that they show. With `keep_codes`, weights
-    that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the meta
-    device, for another `shard`."""
+    that bitsandbytes has quantized, of a model partitioned without an optimizer, are on the meta device, for another `shard`."""
     placed = placed_of(model)
     placed.engine.wait_for_gathers()
     codes = placed.codes if keep_codes else {}

@@ -165,8 +165,7 @@ class Trainer(ModelOnMesh):
         rank, with its master weights. On a single rank, a run that was interrupted (Ctrl-C, an exception of a callback) continues
         when `fit` is called again. Raises `DataError` before the first step, for data that cannot be trained on, `StorageError`
         for a directory that cannot be written, or where memory is short, `CollectiveError` when another rank has ended, is late,
-        or makes another collective call, and `NonFiniteError` for such gradients, if the configuration says to stop; at the end,
-        if most steps made no update."""
+        or makes another call, and `NonFiniteError` for such gradients, if it is to stop, or if most steps made no update."""
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
             self.config = self.config.changed(checkpoint={"resume": named})
@@ -391,8 +390,7 @@ class Trainer(ModelOnMesh):
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank. The next line
         of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the line
-        before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`. Raises `ConfigError` for
-        names of fields of a step's line."""
+        before. A mapping is a line of `state.log_history` too, seen in `on_log`. Raises `ConfigError` for names of fields."""
         all_values = {**(values or {}), **named}
         require_free_names(all_values, "trainer.log")
         self.run.model.stepper.scalars.add(all_values)

@@ -143,8 +143,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Make the kernel end this process when its parent ends; exit if that, by default the launcher that the environment names, has
-    ended already. Call it before slow imports."""
+    """Make the kernel end this process when its parent ends, by default the launcher in the environment; exit if it has ended."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     if (parent or int(setting(_LAUNCHER_PID) or os.getppid())) != os.getppid():
         raise SystemExit(128 + int(signal.SIGKILL))
@@ -210,8 +209,7 @@ def launched_by(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
-    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and the address of rank 0. The run may have
-    ranks on `hosts` hosts, if others come to it."""
+    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and rank 0's address; of `hosts` hosts."""
 
     first: int
     processes: int

@@ -35,9 +35,8 @@ _Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "ModulePlacement":
     """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
     All ranks of the mesh call this alike, on equal models. A pattern may contain `*`; the first one that matches a name counts.
-    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike,
-    for a pattern without a module, a module inside another one that is placed, and a parameter that a placed module shares with
-    another part of the model."""
+    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike, for
+    a pattern without a module, a module inside of one that is placed, and a parameter that a placed module shares with others."""
     placed: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -74,8 +73,7 @@ class ModulePlacement:
         self.homes, self._model, self._mesh = dict(homes), model, mesh
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns the norm before. All ranks call this.
-        Each parameter counts once, however many ranks hold it."""
+        """Scale gradients to a norm of at most `max_norm`, on all ranks; returns the norm before. Each parameter counts once."""
         world, total = self._mesh.world, torch.zeros(1, dtype=torch.float64)
         gradients = {name: each.grad.detach() for name, each in self._model.named_parameters() if each.grad is not None}
         for name, gradient in gradients.items():

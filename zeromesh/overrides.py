@@ -12,6 +12,7 @@ WIDE_LOSSES = "binary_cross_entropy_with_logits cross_entropy huber_loss kl_div 
 PATCHES = {
     "torch.autocast": "2.13.0",  # planning/tracing/meter.py: PEFT turns it off on the device of its weights, which may be meta.
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": "2.13.0",  # mesh/process_groups.py: its waits end where ranks are lost.
     # losses/losses.py: in float32, as under autocast.
     **{f"torch.nn.functional.{loss}": "2.13.0" for loss in WIDE_LOSSES},
     "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/meter.py: traces a device's kernel.

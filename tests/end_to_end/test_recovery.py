@@ -36,7 +36,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 from zeromesh import Trainer
 from zeromesh.checkpoint import store
-from zeromesh.mesh import process_mesh
+from zeromesh.mesh import process_groups, process_mesh
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
 from zeromesh.trainer.callbacks.callback import Callback
@@ -203,6 +203,19 @@ class Faults(TrainerCallback):
         self.strike(f"evaluation {state.global_step}")
 
 
+def strikes(function, when):
+    def around(*arguments, **named):
+        around.calls += 1
+        if (folder / "struck-0").exists():
+            faults.strike(f"{when} {around.calls}")
+        return function(*arguments, **named)
+
+    around.calls = 0
+    return around
+
+
+process_groups.make_group = strikes(process_groups.make_group, "group")
+process_groups.dist.init_process_group = strikes(process_groups.dist.init_process_group, "meeting")
 mark, write, make_whole = StateMemory.mark, StateMemory.write_record, TrainedModel.make_whole
 
 
@@ -786,11 +799,20 @@ def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(undi
     assert len({*found.pids(0)}) == 1
 
 
-def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_run: Run, tmp_path: Path) -> None:
-    found = run(tmp_path, (5, 1, "SIGKILL"), ("start", 1, "SIGKILL"))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize(
+    "when", ["start", "meeting 1", "group 3", *(pytest.param(f"group {each}", marks=FULL) for each in (1, 2, 4))]
+)
+def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(
+    undisturbed_run: Run, tmp_path: Path, victim: int, when: str
+) -> None:
+    """Also while they wait to be connected with it."""
+    found = run(tmp_path, (5, victim, "SIGKILL"), (when, victim, "SIGKILL"), settings={"checkpoint": {"every_steps": 100}})
     assert found.went_well(undisturbed_run)
+    assert not found.lost_steps
     assert found.process.stderr.count("was killed by SIGKILL") == 2
-    assert len({*found.pids(0)}) == 2
+    assert len({*found.pids(2)}) == 1
 
 
 def stopped_run(folder: Path, *faults: Any, everyone: bool = False, **asked: Any) -> Run:

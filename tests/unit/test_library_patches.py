@@ -22,6 +22,7 @@ LIBRARIES = {
 FINGERPRINTS = {
     "torch.autocast": "b610967e",
     "torch.autograd._engine_run_backward": "13d9e5bc",
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": "dd3fdc4d",
     "torch.nn.functional.binary_cross_entropy_with_logits": "6837f314",
     "torch.nn.functional.cross_entropy": "c19505b2",
     "torch.nn.functional.huber_loss": "907f85e7",
@@ -86,7 +87,9 @@ def named(name: str) -> Any:
 
 def fingerprint(found: Any) -> str:
     """The digest of a function's source; of a class that of its parameters, of a builtin that of the first line of its words."""
-    if inspect.isclass(found):
+    if inspect.isclass(found) and not inspect.isfunction(found.__init__):
+        text = found.__init__.__doc__
+    elif inspect.isclass(found):
         text = ", ".join(inspect.signature(found).parameters)
     elif inspect.isfunction(found):
         text = inspect.getsource(found)

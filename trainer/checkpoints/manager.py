@@ -32,8 +32,7 @@ LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside 
 
 
 class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
-    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` where none can be written,
-    and `LayoutError` for a model that none can hold."""
+    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` and `LayoutError`."""
 
     def __init__(
         self,

@@ -144,8 +144,7 @@ class BatchRules:
     length_multiple: int | None = None  # of tokens, to which padding at the end of texts is cut; None keeps all padding
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
-        """Return the checked batch of these dataset indices, with all fields. Raises `DataError` for one that cannot be trained on;
-        errors of the user's code get a note with the indices."""
+        """Return the checked batch of these dataset indices, which errors of the user's code name. Raises `DataError`."""
         samples: list[Any] = []
         with ending_children():
             try:

@@ -1,8 +1,7 @@
 """Datasets for training and evaluation, the same on every rank, built from the `data` section of a configuration: text is found,
 rendered and tokenized, held out or not, and packed into sequences. Token ids are kept in a cache on disk (`token_cache.py`).
 
-Folders of pictures are those of datasets' `imagefolder`, which decides which files are pictures and decodes them; files are
-listed here, so that nothing is copied into a cache."""
+Folders of pictures are those of datasets' `imagefolder`, which decides what pictures are; files are listed, and not copied."""
 
 import hashlib
 import json

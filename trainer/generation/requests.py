@@ -51,8 +51,7 @@ class News:
 
 
 class Inbox:
-    """Passes requests from any thread to the generator of rank 0, and progress back to the clients. `limit` is the number of
-    requests that may be open at a time; None: any."""
+    """Passes requests from any thread to the generator of rank 0, and progress back; `limit` may be open at a time (None: any)."""
 
     def __init__(self, *, limit: int | None = None) -> None:
         self._limit = limit

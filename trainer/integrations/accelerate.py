@@ -280,8 +280,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def load_state(
         self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> None:
-        """Load the files of `save_state`, on any number of ranks. Raises `CheckpointError` and `LayoutError` as `load` does, and
-        `PhaseError` where the files of a model are missing."""
+        """Load the files of `save_state`, on any number of ranks. Raises as `load`, or `PhaseError` where files are missing."""
         parts = [*self._model_folders(Path())]
 
         def load_parts(models: list[nn.Module], directory: str) -> None:

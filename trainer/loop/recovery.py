@@ -37,12 +37,14 @@ from zeromesh.launch.signals import hold_signals
 from zeromesh.mesh.mesh_shape import EXPERT_SHARD, axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.run_store import end_waits
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.durable_tier import committed_step
 from zeromesh.offload.memory.allocation import hex_digest, tensor_bytes
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
 from zeromesh.rng import seed_of
+from zeromesh.telemetry.watchdog import Watchdog
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -132,8 +134,7 @@ class Recovery:
         return cls(config, line, stays, _memory(states) if journals else None, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
-        """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
-        and heed what it tells, while the mesh is there."""
+        """Agree with the others if the states in memory are whole, and tell the launcher that this rank can go on without them."""
         self.stays = self.stays and not is_accelerator(mesh.device) and are_ours()
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         self._key, section, self.snapshots = seed_of(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
@@ -152,15 +153,9 @@ class Recovery:
             self.memory = None
             self._tell(0.0)
             return
+        self.line.on_lost = partial(_end_waits, mesh.rank, mesh.watch)
         self._look_around(mesh)
         self._tell(self.config.parallel.patience)
-
-        def heed() -> None:
-            self.line.listen()
-            if self.line.lost and mesh.watch.broken is None:
-                mesh.watch.broken = CollectiveError(f"rank {mesh.rank}: the launcher says that {self.line.lost}")
-
-        mesh.watch.on_beat = heed
 
     def _tell(self, patience: float) -> None:
         """Tell the launcher after which seconds this rank has noticed that others are lost, and rests; 0: it ends."""
@@ -261,6 +256,7 @@ class Recovery:
         if self.model is not None and not (bool(self._left) if run is None else self._empties(run, self.model)):
             return False
         hold_signals()
+        self.line.leave()
         self._left = {"cause": str(error), "time": time.time(), "step": step}
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
@@ -392,6 +388,12 @@ class Recovery:
             each.grad = None
             set_values(each, torch.zeros((), dtype=dtype, device=each.device).expand(each.shape))
             each.requires_grad_(trained).stored = _elsewhere(dtype)  # type: ignore[attr-defined]
+
+
+def _end_waits(rank: int, watch: Watchdog, reason: str) -> None:
+    """End this rank's waits for others by an error, also those to join a mesh after that of `watch`."""
+    end_waits(reason := f"rank {rank}: the launcher says that {reason}")
+    watch.broken = watch.broken or CollectiveError(reason)
 
 
 def note_act(run: RunContext, feed: Feed, act: Mapping[str, Any], positions: range) -> None:

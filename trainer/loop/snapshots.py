@@ -136,8 +136,7 @@ class Snapshots:
             self.clear()
 
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
-        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states; the
-        engine's progress is then as before."""
+        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks states of the model."""
         before = replace(state, **engine.progress(own=True))
         try:
             load_engine(None, engine, state)

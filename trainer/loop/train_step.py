@@ -1,7 +1,6 @@
 """One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
 
-Backward of every microbatch starts with 1 / the global count; that of a loss whose count is known only after forward starts with 1,
-and the update divides by the count."""
+Backward of a microbatch starts with 1 / the global count, or with 1 where that is known later, and the update divides by it."""
 
 import math
 import signal
@@ -287,8 +286,7 @@ class Stepper:
         self, engine: ZeroEngine, dealt: _Dealt, substep_end: Callable[[], None], scalars: UserScalars | None = None
     ) -> Computed:
         """Run forward and backward of each microbatch, seeded with its weight in the mean. Returns this rank's part of the step's
-        sums, float64 `[5]`: losses, targets, inputs, squares of the gradients, and if it lacks gradients; and the losses that it
-        counts. Values to be logged go to `scalars`."""
+        sums, float64 `[5]`: losses, targets, inputs, squares of gradients, if it lacks any; and its losses. Logs to `scalars`."""
         self._restore_training_flags()
         self._computed = []
         moved = self._to_device(dealt.batches, dealt.counts)

@@ -199,7 +199,12 @@ def add_adapters(
         if id(buffer) not in names and buffer.is_floating_point():  # PEFT gives them the base's dtype.
             buffer.data = buffer.data.to(compute)
     changed = [each.changed for each in weights.values() if each.changed is not None]
-    _check_layers(model, where)
+    for name, layer in model.named_modules():
+        is_wrapped = hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer")
+        if is_wrapped and not _maps_last_dim(plain := layer.get_base_layer()):
+            what = f"{name.removeprefix('base_model.model.')} cannot have adapters"
+            why = f"a {type(plain).__name__} does more than to multiply by its weight; name other layers"
+            raise ConfigError(f"{what}, as {why}", where=f"{where}.targets" if where == "model.lora" else where)
     for name, wanted in section.wanted_adapters.items():
         if isinstance(wanted, str):
             _load_adapter(model, name, wanted, adapters_key(section, name), read)
@@ -307,16 +312,6 @@ def _check_matches(wanted: Mapping[str, Any], model: Any, where: str) -> None:
                 there = [*modules, *(name for name, _ in model.named_parameters())]
                 near = nearest_of(each, {".".join(name.split(".")[-1 - each.count(".") :]) for name in there})
                 raise ConfigError(f"{key}: {each!r} matches no {what} of the model{near}", where=where)
-
-
-def _check_layers(model: Any, where: str) -> None:
-    """Raise `ConfigError` for adapters on layers that do more than to multiply by their weight."""
-    for name, layer in model.named_modules():
-        is_wrapped = hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer")
-        if is_wrapped and not _maps_last_dim(plain := layer.get_base_layer()):
-            what = f"{name.removeprefix('base_model.model.')} cannot have adapters"
-            why = f"a {type(plain).__name__} does more than to multiply by its weight; name other layers"
-            raise ConfigError(f"{what}, as {why}", where=f"{where}.targets" if where == "model.lora" else where)
 
 
 def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[[str], torch.Tensor]) -> None:

@@ -219,8 +219,7 @@ class Balance:
             loader.share_out(self._shares(self.paces))
 
     def after(self, result: StepResult) -> str | None:
-        """Count a step. Every so many steps, compare all ranks, which call it together, and share out anew where that saves a part
-        of a round's time; returns a line about it."""
+        """Count a step. Now and then all ranks, which call it together, share out anew to save time; returns a line then."""
         self._busy.append(max(0.0, result.seconds - result.idle))
         if len(self._busy) <= _STEPS:
             return None

@@ -182,8 +182,7 @@ def _first_working_copy(
 
 
 def _sizes(text: Any, ranks: int, expert_ranks: int = 1) -> dict[str, int]:
-    """Return small sizes that are divisible by `ranks` exactly where those of the configuration `text` are, and experts by
-    `expert_ranks`."""
+    """Return small sizes that `ranks` (experts: `expert_ranks`) divide just where they divide those of the configuration `text`."""
 
     def small(name: str, size: int) -> int:
         """Return `size` rounded up to a number with the remainder modulo `ranks` of the model's size `name`."""

@@ -189,8 +189,7 @@ def receive_weights(
     sends, on the CPU, until all have arrived. `parts` has the requested part `(dim, index, parts)` by name pattern, as in
     `fnmatch`; other tensors come whole. `token` is the secret shared with the sender, required if other hosts can reach the
     address. The sender is waited for, and each tensor, `timeout_seconds` at most. Raises `ConfigError` for an invalid address,
-    and for one that others can reach without a token, and `TransferError` if nobody sends in time, or the sender has another
-    token, disconnects or sends damaged bytes."""
+    or for one that others can reach without a token, `TransferError` if nobody sends whole bytes in time, with that token."""
     host, port = _host_of(address)
     if port is not None and not token and not is_loopback(host):
         raise ConfigError(f"{address} can be reached by other hosts: give a token, the same to both ends")

@@ -293,8 +293,7 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
 
 class DecodingBuffer(GatherBuffer):
     """A buffer for a frozen bucket of `dtype` whose `shards`, those of all ranks, `source` gathers as bytes, ahead of their use.
-    They are decoded where the unit is used, so that only one unit at a time is: its values take four times the memory of its bytes,
-    and decoding takes a small part of its use."""
+    They are decoded where the unit is used, one at a time: values take four times the memory of bytes, and decoding little time."""
 
     def __init__(self, source: GatherBuffer, shards: list[EncodedShard], dtype: torch.dtype, spare: SparePages) -> None:
         self._gathered, self._shards = source, shards

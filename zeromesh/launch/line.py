@@ -6,10 +6,12 @@ place among the ranks of the next start (`place`), or the line's end."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 from zeromesh.environment import LINE, export, handed_over
@@ -20,34 +22,41 @@ class LauncherLine:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.lost = ""  # What the launcher has told of ranks that are lost; empty: nothing.
-        self.asked = ""  # Why it has asked this rank to rest after its present step; empty: it has not.
+        self.asked = ""  # Why the launcher has asked this rank to rest after its present step; empty: it has not.
+        self.on_lost: Callable[[str], object] = lambda reason: None
+        """Called by a thread with what the launcher tells of lost ranks of this start, until `leave`."""
+        self._has_left, self._lock = False, Lock()
+        self._places: SimpleQueue[Mapping[str, str] | None] = SimpleQueue()
+        Thread(target=self._listen, name="zeromesh-line", daemon=True).start()
 
     def tell(self, **message: Any) -> None:
         with suppress(OSError):
             self._connection.send_bytes(json.dumps(message).encode())
 
-    def listen(self, seconds: float | None = 0.0) -> Mapping[str, str] | None:
-        """Handle the messages that have come, after at most `seconds` (None: any time) for each; returns the variables of a place
-        in the next start, or None without one."""
+    def _listen(self) -> None:
         with suppress(EOFError, OSError):
-            while self._connection.poll(seconds):
-                message = json.loads(self._connection.recv_bytes())
-                self.lost, self.asked = message.get("lost", self.lost), message.get("asked", self.asked)
-                if "place" in message:
-                    return dict(message["place"])
-        return None
+            while message := json.loads(self._connection.recv_bytes()):
+                with self._lock:
+                    self.asked = message.get("asked", self.asked)
+                    if "place" in message:
+                        self._has_left, self.asked = False, ""
+                        self._places.put(message["place"])
+                    elif "lost" in message and not self._has_left:
+                        self.on_lost(message["lost"])
+        self._places.put(None)
+
+    def leave(self) -> None:
+        """Heed no more what is told of this start, before this process leaves its mesh."""
+        with self._lock:
+            self._has_left = True
 
     def rest(self, reason: str) -> bool:
         """Wait for a place in the next start, with this process's part in no mesh; its variables are then set. Returns False where
         there is no next start. `reason` says why this rank has left its mesh."""
         self.tell(rests=reason)
-        place = self.listen(None)
-        if place is None:
-            return False
-        export(place)
-        self.lost = self.asked = ""
-        return True
+        place = self._places.get()
+        export(place or {})
+        return place is not None
 
 
 @cache

@@ -94,8 +94,7 @@ class _RankProcess:
     def place(self, rank: int, variables: Mapping[str, str]) -> None:
         """Give a rank that rests a place in the next start."""
         self.rank, self.killed = rank, False
-        # Until it has joined the mesh it cannot leave it again. The run recovers from a loss by then with new processes.
-        self.told = {"recovers": {"limit": self.told.get("recovers", {}).get("limit", 0)}}
+        self.told = {"recovers": self.told.get("recovers", {})}  # It can leave the next start too, even before it has joined.
         self.tell(place=variables)
 
     def stands_still(self) -> bool:

@@ -127,8 +127,7 @@ class MeshShape:
         return self.group_index(rank, *MODEL_AXES)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of ranks that differ along `axes` only, in the order of their lowest rank; ranks ascend inside each.
-        With no axes, every rank is a group of its own."""
+        """Return all groups of ranks that differ along `axes` only (none: each rank), by their lowest rank; ranks ascend inside."""
         firsts = _offsets([row for row in self._strides(axes) if row[0] not in axes])
         return tuple(self.group_of(first, *axes) for first in firsts)
 

@@ -7,18 +7,20 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
+from zeromesh.environment import INTERFACE, LaunchEnvironment, export, number_of_start, setting
 from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import interface_for
-from zeromesh.mesh.run_store import START_SECONDS, forget_run, run_store
+from zeromesh.mesh.run_store import START_SECONDS, forget_run, run_store, wait_for_ranks
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.overrides import replaced
 from zeromesh.telemetry.watchdog import Watchdog
 
 _numbers = itertools.count()
@@ -56,28 +58,29 @@ class MeshGroups:
         """Return a store for one mesh, whose keys do not collide with those of earlier meshes of the process. The first call waits
         up to `seconds` for it. Raises `ConfigError` if the process's default group and the launch differ in the number of ranks."""
         if not dist.is_initialized():
-            store = run_store(self._environment, seconds)
+            store = wait_for_ranks(partial(run_store, self._environment, seconds))
         elif dist.get_world_size() == self._environment.world_size:
             store = dist.distributed_c10d._get_default_store()
         else:
             ranks = counted(dist.get_world_size(), "rank")
             raise ConfigError(f"the process group has {ranks}, the launch environment {self._environment.world_size}")
-        return dist.distributed_c10d.PrefixStore(f"zeromesh/mesh-{next(_numbers)}", store)
+        return dist.distributed_c10d.PrefixStore(f"zeromesh/{number_of_start()}/mesh-{next(_numbers)}", store)
 
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
             # The key prefix is new for each group, so that it does not read addresses that an earlier one has stored.
-            store = dist.distributed_c10d.PrefixStore(f"zeromesh/group-{next(_numbers)}", run_store(self._environment))
+            name = f"zeromesh/{number_of_start()}/group-{next(_numbers)}"
+            store = dist.distributed_c10d.PrefixStore(name, run_store(self._environment))
             if self._environment.local_world_size != self._environment.world_size:
                 # A rank whose interface the user has set still stores its route, since others may wait for it.
-                interface = interface_for(store, self._environment)
+                interface = wait_for_ranks(partial(interface_for, store, self._environment))
                 if interface is not None and setting(INTERFACE) is None:
                     export({INTERFACE: interface})
             backend, size = "gloo", self._environment.world_size
             if is_accelerator(self._device):
                 backend = f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
-            with _noting_sockets():
+            with _making():
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_SECONDS))
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
@@ -154,7 +157,7 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
         backend = str(dist.get_default_backend_for_device(works.device))
         # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
         patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
-    with _noting_sockets():
+    with _making():
         made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
@@ -163,8 +166,7 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
 
 def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int) -> Iterator[tuple[int, ...]]:
     """Yield the groups over `axes` for which a rank calls `make_group`, `made` times for each: its own, and all only where torch
-    waits for all ranks, or splits a communicator that the user has bound to a device. torch names groups by their number, so the
-    numbers of the others' groups are skipped."""
+    waits for all ranks, or splits a communicator bound to a device. Others' groups are skipped: torch names groups by number."""
     c10d = dist.distributed_c10d
     if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init():
         yield from shape.groups(*axes)
@@ -182,11 +184,19 @@ def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
     dist.destroy_process_group(group)
 
 
+class _Gloo(dist.ProcessGroupGloo):
+    """gloo's part of a group, which knows no end of the wait for a rank that is lost before it is connected."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        wait_for_ranks(partial(super().__init__, *arguments, **options))
+
+
 @contextmanager
-def _noting_sockets() -> Iterator[None]:
+def _making() -> Iterator[None]:
     """Note the connections that are made inside the block, so that `forget_groups` can cut them."""
     before = _open_sockets()
-    yield
+    with replaced(dist.distributed_c10d, {"ProcessGroupGloo": _Gloo}):
+        yield
     _sockets.update(_open_sockets().items() - before.items())
 
 
@@ -216,6 +226,8 @@ def forget_groups() -> None:
     _sockets.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    c10d = dist.distributed_c10d
+    c10d._world.group_count = 0  # Also after a failure to make the first one, which counts by now.
     MeshGroups._default_made_here, MeshGroups._default_users, MeshGroups._default_may_hang = False, 0, False
     MeshGroups._meshes = 0
     _numbers = itertools.count()

@@ -30,7 +30,7 @@ from zeromesh.mesh.mesh_shape import AXES, EXPERT, EXPERT_SHARD, MODEL_AXES, SIZ
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
-from zeromesh.mesh.run_store import START_SECONDS, rows
+from zeromesh.mesh.run_store import START_SECONDS, rows, wait_for_ranks
 from zeromesh.offload import accelerator
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.telemetry.status_board import ROW_WORDS, StatusBoard, Store, StoreBoard, new_row, shared_rows
@@ -141,7 +141,7 @@ class ProcessMesh:
         requested = {"order": order} | {name: getattr(self.shape, name) for name in SIZES}
         usual = store.timeout
         store.set_timeout(timedelta(seconds=patience))
-        locations = exchange_locations(store, process, self.world_size, self.device, requested)
+        locations = wait_for_ranks(lambda: exchange_locations(store, process, self.world_size, self.device, requested))
         store.set_timeout(usual)
         self.processes = rank_order(locations, order)
         if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
@@ -181,7 +181,7 @@ class ProcessMesh:
             segment = SharedSegment.create("board", nbytes)
             store.set("board-at", f"{os.getpid()} {segment.descriptor}")
         else:
-            pid, descriptor = map(int, store.get("board-at").split())
+            pid, descriptor = map(int, wait_for_ranks(lambda: store.get("board-at")).split())
             with suppress(StorageError):
                 segment = SharedSegment.attach(pid, descriptor, nbytes, "board")
         mapped = torch.tensor([0 if segment is None else 1])

@@ -11,8 +11,11 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -26,6 +29,9 @@ _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
 _former: list[tuple[int, int]] = []  # descriptors of the start before, whose numbers those of this start take
 _listeners: list[socket.socket] = []
 _meshes = itertools.count()
+_reasons: list[str] = []  # why waits for ranks of this start end
+_LOOK_SECONDS = 0.05
+_Found = TypeVar("_Found")
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
@@ -114,9 +120,33 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
     return _DESCRIPTORS.setdefault(environment, made)
 
 
+def end_waits(reason: str) -> None:
+    """Make `wait_for_ranks` raise a `CollectiveError` with the `reason`, in another thread, until `forget_run`."""
+    _reasons.append(reason)
+
+
+def wait_for_ranks(call: Callable[[], _Found]) -> _Found:
+    """Return the result of `call()`, a function of a library that may wait for ranks, unless `end_waits` says that some are lost:
+    the thread which waits is left alone then. Later starts are no concern of it, since they have other keys in the store."""
+    found: Future[_Found] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - The caller meets it.
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="zeromesh-meeting", daemon=True).start()
+    while not wait([found], _LOOK_SECONDS).done:
+        if _reasons:
+            raise CollectiveError(_reasons[0])
+    return found.result()
+
+
 def forget_run() -> None:
     """Forget the store of the launch, so that this process can meet the ranks of the next start."""
     global _meshes
+    _reasons.clear()
     _STORES.clear()
     _former.extend(_DESCRIPTORS.values())
     _DESCRIPTORS.clear()

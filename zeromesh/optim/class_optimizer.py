@@ -279,8 +279,7 @@ def _to_type(example: Any, number: Any) -> Any:
 
 
 def _parts_of(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Split states into plain tensors and numbers, by the names under which they are stored; 8-bit floats are viewed as uint8.
-    Raises `ValueError` for what no checkpoint can store."""
+    """Split states into plain tensors and numbers by their stored names, 8-bit floats as uint8. Raises `ValueError` for others."""
     parts: dict[str, Any] = {}
     for name, state in states.items():
         if _is_number(state):
@@ -411,8 +410,7 @@ def take_overrides(*optimizers: Any) -> None:
 
 
 def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass:
-    """Find out if optimizers update element by element or whole tensors, and what they keep of the parameters of these `names` by
-    id. Raises `ConfigError` for one that does neither."""
+    """Find out if optimizers update elements or tensors, or raise `ConfigError`, and what they keep of parameters, by id."""
     plans, trials, whole = dict[tuple[int, str], StatePlan](), dict[int, _Trial](), False
     parts = tuple((each, group) for each in optimizers for group in each.param_groups)
     for number, (own, group) in enumerate(parts):

@@ -413,8 +413,7 @@ class GradientShards:
         return grad
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum to the tier of the gradients, if they are offloaded; with `last`, the step's last sum, keep its norm. Raises
-        `StorageError` when an earlier offload has failed."""
+        """Write a sum to the tier of gradients, if any; `last` keeps its norm. Raises an earlier one's `StorageError`."""
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)

@@ -34,8 +34,7 @@ class ReplicaGroups:
     these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket], options: ZeroOptions, replicate: ProcessSet) -> None:
-        """`replicate` are the replicas whose gradients are summed: this one alone in local steps. Raises `ConfigError` for a codec
-        where nothing is sent that it could encode."""
+        """`replicate`: replicas whose gradients are summed, one in local steps. Raises `ConfigError` for a codec without use."""
         self._coordinate, self._shape = mesh.coordinate, mesh.shape
         self.sets: dict[Positions, ProcessSet] = {(): replicate}
         """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
@@ -153,8 +152,7 @@ class OuterOptimizer:
             synced.copy_from(bucket.master)
 
     def step(self, weights: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Give `weights` the values that they have on all replicas; `states` are the same part of the bucket's `outer`. Replicas
-        call it for the same parts in the same order."""
+        """Give `weights` the values of all replicas, which call it alike; `states` are the same part of the bucket's `outer`."""
         summed = weights.to(self._tiers.device)  # Other devices' memory is out of reach of its collectives.
         self.replicas.all_reduce_async(summed, "sum of the replicas' weights").wait()
         weights.copy_(summed.div_(self.replicas.size))

@@ -164,8 +164,7 @@ class OffloadKeys:
     update: UpdateOn = "auto"
     """Processor that computes updates of states outside of accelerator memory: the CPU (host) or the device; auto tries both."""
     durable: bool = False
-    """Make every step last on the disk, for states on files: a run that was killed, or lost a rank, goes on after its latest step.
-    Files take twice the bytes."""
+    """Make each step last on the disk, for states on files (of twice the bytes): a killed run goes on after its latest step."""
 
 
 @dataclass(frozen=True, kw_only=True)

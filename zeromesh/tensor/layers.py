@@ -74,8 +74,7 @@ class SharedInput:
     members: list[Any] = field(default_factory=list)
     """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
     _latest: tuple[tuple[Tensor, int, bool], tuple[Tensor, _InputRead]] | None = None
-    """The latest input tensor, its version counter, and True if gradients were recorded then; with the tensor passed to the layers
-    in place of the input, and its `_InputRead`."""
+    """The latest input, its version counter, and True if gradients were recorded; the tensor in its place, and its `_InputRead`."""
     _unread: int = 0
     gathered: tuple[Tensor, Tensor] | None = None
     """The whole input that layers read until `forget`, set by a caller that has gathered it, and this rank's share of it."""

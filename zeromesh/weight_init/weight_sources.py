@@ -461,8 +461,7 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 
 
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do, as where
-    a subclass redraws its layers in `__init__`."""
+    """Return parameters, not of Hugging Face models, written otherwise than by initialisers, as a subclass's `__init__` may."""
     replays: dict[str, WriteLog] = {}
 
     def differs(name: str, parameter: nn.Parameter) -> bool:

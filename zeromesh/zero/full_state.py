@@ -221,8 +221,7 @@ def _describe_part(region: Region, interval: Interval) -> str:
 
 
 def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
-    """Return True if a checkpoint stores this kind of tensor for a parameter. From the weights of a never-trained parameter, its
-    master weights and averages are restored, too."""
+    """Return True if a checkpoint stores this kind of tensor for a parameter; all of a never-trained one come from its weights."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.ever_trained
 
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
+from queue import SimpleQueue
 
 import pytest
 
@@ -15,7 +16,6 @@ from zeromesh.launch.line import LauncherLine, line_to_launcher
 def ends() -> Iterator[tuple[LauncherLine, Connection]]:
     ours, theirs = Pipe()
     yield LauncherLine(ours), theirs
-    ours.close()
     theirs.close()
 
 
@@ -29,14 +29,19 @@ def said(launcher: Connection) -> list[object]:
 def test_a_rank_rests_until_it_has_a_place(ends: tuple[LauncherLine, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
     line, launcher = ends
     monkeypatch.setenv("RANK", "3")
-    launcher.send_bytes(json.dumps({"lost": "rank 1"}).encode())
-    assert line.listen() is None
-    assert line.lost == "rank 1"
-    launcher.send_bytes(json.dumps({"lost": "rank 1, again"}).encode())
-    launcher.send_bytes(json.dumps({"place": {"RANK": "2"}}).encode())
+    lost: SimpleQueue[str] = SimpleQueue()
+    line.on_lost = lost.put
+    for what in ({"asked": "others have come"}, {"lost": "rank 1"}):
+        launcher.send_bytes(json.dumps(what).encode())
+    assert lost.get(timeout=10) == "rank 1"
+    assert line.asked
+    line.leave()
+    for what in ({"lost": "rank 1, again"}, {"place": {"RANK": "2"}}, {"lost": "rank 0"}):
+        launcher.send_bytes(json.dumps(what).encode())
     assert line.rest("rank 1 is gone")
-    assert (line.lost, os.environ["RANK"]) == ("", "2")
+    assert (line.asked, os.environ["RANK"]) == ("", "2")
     assert said(launcher) == [{"rests": "rank 1 is gone"}]
+    assert lost.get(timeout=10) == "rank 0"
 
 
 def test_without_a_launcher_there_is_no_next_start(ends: tuple[LauncherLine, Connection]) -> None:
@@ -44,7 +49,6 @@ def test_without_a_launcher_there_is_no_next_start(ends: tuple[LauncherLine, Con
     launcher.close()
     assert not line.rest("rank 1 is gone")
     line.tell(step=3)
-    assert line.listen() is None
 
 
 def test_the_line_is_that_of_the_process_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:

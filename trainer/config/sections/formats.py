@@ -17,8 +17,7 @@ class RowFormat(NamedTuple):
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     parts: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """The function that converts columns (None if a row lacks one) to contents; raises `TypeError` or `KeyError` for invalid ones.
-    None takes the needed columns as they are."""
+    """Converts columns (None if a row lacks one) to contents, or raises `TypeError` or `KeyError`. None: they are the contents."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
     identifying_column: str | None = None
     label: str | None = None

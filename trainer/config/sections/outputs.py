@@ -36,8 +36,7 @@ class CheckpointSection(Section):
     """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: keys.CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those of callbacks, and after
-    one the last too."""
+    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those of callbacks, then the last too."""
     keep_last: keys.CountOrOff = 3
     """The number of newest checkpoints to keep. 0 = all."""
     keep_best: keys.CountOrOff = 0
@@ -202,8 +201,7 @@ class TrackingSection(Section):
     """The trackers that receive a run's metrics beside its files. Their failures neither stop nor slow training."""
 
     backends: keys.Names = ()
-    """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
-    accelerate's register_tracker_class."""
+    """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one registered in accelerate."""
     project: keys.Text = "zeromesh"
     """The project that trackers file the run under."""
     name: keys.Text | None = None
