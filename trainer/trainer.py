@@ -390,7 +390,7 @@ class Trainer(ModelOnMesh):
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank. The next line
         of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the line
-        before. A mapping is a line of `state.log_history` too, seen in `on_log`. Raises `ConfigError` for names of fields."""
+        before. A mapping is a line of `state.log_history` too, seen in `on_log`. Raises `ConfigError` for its own names."""
         all_values = {**(values or {}), **named}
         require_free_names(all_values, "trainer.log")
         self.run.model.stepper.scalars.add(all_values)

@@ -209,7 +209,7 @@ def launched_by(pid: int) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
-    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and rank 0's address; of `hosts` hosts."""
+    """The ranks of one start on this host, `processes` from `first` on of `world_size`, and rank 0's address; `hosts`: at most."""
 
     first: int
     processes: int

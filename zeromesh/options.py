@@ -47,7 +47,8 @@ STAGES: dict[int, Placements] = {
 }
 """[Note: A stage is a row of data] The placement of states over the shard axis decides which collectives run, not which code.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020; stages as in Megatron-FSDP."""
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stages as placements follow
+Megatron-FSDP's experimental rewrite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -98,7 +98,7 @@ class Streams:
     """The random numbers of one microbatch, in its forward and in recomputations in its backward."""
 
     def __init__(self, seed: int, step: int | str, first_sample: int, share: int = 0) -> None:
-        """Create the streams. `first_sample` is a global index; `step` may name a kind of pass; `share` is of sequences."""
+        """Create the streams. `first_sample` is a global index; `step` may name a kind of pass; `share`: this rank's."""
         self._prefix = f"{seed}/{step}/{first_sample}" + (f"/share {share}" if share else "")
         self._calls: Counter[str] = Counter()
         self._by_mark: dict[tuple[str, int], tuple[int, int]] = {}

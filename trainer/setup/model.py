@@ -82,7 +82,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
-        whole, flops = _figures_of(model), ModelFlops.of(model)
+        count, form = getattr(model, "num_parameters", None), HubForm(model)  # as transformers' FLOPs estimate counts
+        whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0, "hub_form": form}
+        parameters, flops = sum(each.numel() for each in model.parameters()), ModelFlops.of(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         run.start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, run)
@@ -105,6 +107,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
             steps_made=partial(getattr, run.progress, "step"),
             processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
             module=model,
+            parameters=parameters,
             description=described,
             divided=divided,
             restore_modules=changes.close,
@@ -129,16 +132,6 @@ def _judge_of(run: RunContext, engine: ZeroEngine) -> Judge | None:
         return None
     streams, recent = isinstance(run.data.train, StreamedDataset), partial(getattr, run.progress, "accepted")
     return Judge(settings=settings, mesh=engine.mesh, engine=engine, streams=streams, accepted=recent)
-
-
-def _figures_of(model: nn.Module) -> dict[str, Any]:
-    """Return what is known of a model while it is whole, as fields of `TrainedModel`."""
-    count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
-    return {
-        "flop_parameters": count(exclude_embeddings=True) if callable(count) else 0,
-        "hub_form": HubForm(model),
-        "parameters": sum(each.numel() for each in model.parameters()),
-    }
 
 
 def _adapt_to_data(model: nn.Module, run: RunContext) -> None:

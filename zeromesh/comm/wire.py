@@ -51,7 +51,8 @@ class WireCodec:
         return data
 
     def encode_into(self, data: torch.Tensor, values: torch.Tensor, start: int, numel: int) -> None:
-        """Encode `values`, 1-D, as elements from `start` on of `numel`. Raises `RuntimeError` if that is no multiple of `BLOCK`."""
+        """Encode `values`, 1-D, as elements from `start` on, a multiple of `BLOCK`, of the `numel` that `data` has. Raises
+        `RuntimeError` for another start of a codec in blocks."""
         if self.name not in LEVELS:
             data.view(torch.bfloat16)[start : start + values.numel()].copy_(values)
             return

@@ -139,6 +139,7 @@ def wait_for_ranks(call: Callable[[], _Found]) -> _Found:
     threading.Thread(target=run, name="zeromesh-meeting", daemon=True).start()
     while not wait([found], _LOOK_SECONDS).done:
         if _reasons:
+            _DESCRIPTORS.clear()  # So that later starts do not take the number of the file that the thread reads, and locks.
             raise CollectiveError(_reasons[0])
     return found.result()
 

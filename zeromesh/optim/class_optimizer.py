@@ -410,7 +410,7 @@ def take_overrides(*optimizers: Any) -> None:
 
 
 def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass:
-    """Find out if optimizers update elements or tensors, or raise `ConfigError`, and what they keep of parameters, by id."""
+    """Find out if optimizers update elements or tensors, else raise `ConfigError`, and what they keep; `names` are by id."""
     plans, trials, whole = dict[tuple[int, str], StatePlan](), dict[int, _Trial](), False
     parts = tuple((each, group) for each in optimizers for group in each.param_groups)
     for number, (own, group) in enumerate(parts):

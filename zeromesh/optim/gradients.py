@@ -413,7 +413,7 @@ class GradientShards:
         return grad
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum to the tier of gradients, if any; `last` keeps its norm. Raises an earlier one's `StorageError`."""
+        """Write a sum to the tier of gradients, if any; with `last` keep its norm. Raises an earlier one's `StorageError`."""
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)

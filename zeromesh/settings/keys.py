@@ -164,7 +164,7 @@ class OffloadKeys:
     update: UpdateOn = "auto"
     """Processor that computes updates of states outside of accelerator memory: the CPU (host) or the device; auto tries both."""
     durable: bool = False
-    """Make each step last on the disk, for states on files (of twice the bytes): a killed run goes on after its latest step."""
+    """Make every step last, for states on files (twice the bytes): a run that is killed or loses a rank goes on after it."""
 
 
 @dataclass(frozen=True, kw_only=True)

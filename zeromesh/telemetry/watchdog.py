@@ -418,7 +418,8 @@ class Watchdog:
 
     def patience_with(self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None) -> Iterator[None]:
         """Check the peers of a wait at each step of the iterator, a few times a second; `what` names the wait in errors. Raises
-        `CollectiveError` when one is gone, has failed, runs another call or left this, or `late`'s after `timeout_seconds`."""
+        `CollectiveError` when one is gone, has failed, runs another operation or left the call, and the error that `late` makes if
+        for `timeout_seconds` none makes progress."""
         others = self._others(peers)
         latest_progress, since, peer_left_at = -1, 0.0, float("inf")
         while True:

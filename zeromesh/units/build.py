@@ -156,7 +156,7 @@ def _open_group(
 
 def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
     """Open the files in which this rank's states outlive it. These come from the newest step that all ranks have committed, if that
-    is newer than `tiers.checkpoint`. Raises `StorageError`, and `CheckpointError` for a step that is not whole."""
+    is newer than `tiers.checkpoint`. Raises `StorageError`, or `CheckpointError` if neither is whole."""
     trained = [each for each in layouts if each.first.requires_grad]
     slots = [(one.parts, slot.spec.name, slot.spec.region, slot.where) for one in trained for slot in one.slots]
     precision, optimizer = options.precision, options.optimizer

@@ -120,7 +120,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def cast_inputs(root: nn.Module) -> None:
-    """Have torch's layers take arguments in the dtype of their weights, also in copies. Autocast casts what others multiply."""
+    """Have torch's layers take arguments in their weights' dtype, also in copies; others get exact ones, cast by autocast."""
     for module in root.modules():
         of_torch = any(each.__module__.startswith("torch.nn.") for each in type(module).__mro__ if each is not nn.Module)
         own = any(each.is_floating_point() for each in module.parameters(recurse=False))

@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to the norm `max_norm`; returns that before, a float64 scalar. Raises `PhaseError` without any."""
+        """Scale gradients to the norm `max_norm` at most; returns that before, exact, float64. Raises `PhaseError` without any."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 

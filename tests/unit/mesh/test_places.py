@@ -3,7 +3,9 @@
 import json
 import os
 import socket
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -172,3 +174,30 @@ def test_ranks_of_rank_0s_host_meet_it_where_it_listens(monkeypatch: pytest.Monk
     first, second = (run_store.run_store(read_environment(place | {"RANK": rank, "LOCAL_RANK": rank}), 5.0) for rank in "01")
     first.set("met", "here")
     assert second.get("met") == b"here"
+
+
+def test_a_wait_for_lost_ranks_is_left_alone_and_so_is_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later start's file does not get the number by which the thread that waits reads."""
+    for name in ("_DESCRIPTORS", "_STORES"):
+        monkeypatch.setattr(run_store, name, {})
+    monkeypatch.setattr(run_store, "_former", [])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0"}
+    starts = [read_environment({**place, "MASTER_PORT": str(20_000 + (os.getpid() + later) % 40_000)}) for later in (1, 2, 3)]
+    store = run_store.run_store(starts[0])
+    store.set_timeout(timedelta(seconds=20))
+    read = run_store._descriptors(starts[0])
+    assert run_store.wait_for_ranks(lambda: store.check(["never"])) is False
+    with pytest.raises(ZeroDivisionError):
+        run_store.wait_for_ranks(lambda: 1 // 0)
+    run_store.end_waits("rank 1 is lost")
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="rank 1 is lost"):
+        run_store.wait_for_ranks(lambda: store.get("never"))
+    assert time.monotonic() - began < 10
+    run_store.forget_run()
+    after = run_store._descriptors(starts[1])
+    assert not {*read} & {*after}
+    assert os.fstat(read[0]).st_ino != os.fstat(after[0]).st_ino
+    run_store.forget_run()
+    assert run_store._descriptors(starts[2]) == after, "where no wait was left, numbers are taken again"
+    run_store.forget_run()

@@ -111,7 +111,7 @@ class ModelSection(Section):
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native"] | Named = "auto"
     """The loss. auto: cross entropy in chunks of tokens if a trial finds it equal to the model's; native: the model's;
-    `{python: package.module:function}`: a function of the model and a batch that returns the sum of losses and their number."""
+    `{python: package.module:function}`: a function of the model and a batch: the sum of the losses and the number of targets."""
 
     @model_validator(mode="before")
     @classmethod

@@ -115,7 +115,7 @@ class DataSection(Section):
     eval_fraction: keys.Fraction = 0.05
     """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
     eval_samples: Literal["auto"] | keys.Count | None = "auto"
-    """Samples to evaluate of each evaluation set, spread evenly. auto: at most 256 of the configuration's data; null: all."""
+    """Samples to evaluate of each evaluation set, spread evenly. auto: 256 at most, or all of one given to `Trainer`; null: all."""
     text_field: keys.Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
     tokenizer: keys.Text | None = None

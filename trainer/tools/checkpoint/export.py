@@ -47,7 +47,8 @@ def export_checkpoint(
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
     the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
     `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does, and experts in 16 bits. `ema`
-    exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight, else as `write_directory`."""
+    exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as
+    `write_directory` does."""
     reader = CheckpointReader(directory)
     rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
     codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)

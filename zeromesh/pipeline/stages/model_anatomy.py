@@ -109,7 +109,7 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
 
 
 def _block_lists(model: Any, body: str) -> list[str]:
-    """List candidates for the list of blocks, the likeliest first: the decoder's of several towers, as configured, the largest."""
+    """List candidates for the list of blocks, the likeliest first: those of a decoder, as long as configured, the largest."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
