@@ -7,7 +7,9 @@ counted as ended, and why is printed: all ranks were killed at once, or some of 
 layout, and exits with 1 where something differs. Takes ten minutes on two cores.
 
 With `--outside N` ranks are killed by this command instead, N times in each run of 6 N steps without checkpoints: any of them at
-any time in a step, and often another one, or the new one, up to two seconds later, wherever it is in the recovery.
+any time in a step, and often another one, or the new one, up to two seconds later, wherever it is in the recovery. As one is always
+left, a run that begins anew counts as different. `--outside 4 --times 1` takes half an hour. With `--hosts H` the ranks of each run
+are started by H launchers, as on H hosts, which divide the ranks, rounded up.
 """
 
 import argparse
@@ -22,11 +24,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from bench.processes import free_port
 
 from zeromesh.trainer.monitoring.step_metrics import read_metrics, step_of
 
@@ -53,6 +56,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=2e-4)
     parser.add_argument("--only", choices=LAYOUTS, help="one layout")
     parser.add_argument("--outside", type=int, default=0, metavar="N", help="kills from outside in each run")
+    parser.add_argument("--hosts", type=int, default=1, metavar="H", help="launchers that start the ranks of a run")
     parser.add_argument("--seed", type=int, default=0, help="of kills from outside")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # the layout and the folder of a rank
     options = parser.parse_args()
@@ -66,12 +70,12 @@ def main() -> int:
     for layout in [options.only] if options.only else LAYOUTS:
         began, sums = time.time(), Counter[str]()
         with tempfile.TemporaryDirectory() as folder:
-            wanted, _ = _run(layout, Path(folder) / "undisturbed", 0.0, options.outside)
+            wanted, _ = _run(layout, Path(folder) / "undisturbed", 0.0, options)
             for number in range(options.times):
                 rate = 0.0 if options.outside else options.rate
-                found, counts = _run(layout, Path(folder) / str(number), rate, options.outside, dice)
+                found, counts = _run(layout, Path(folder) / str(number), rate, options, dice)
                 sums += counts + Counter({"equal": int(found == wanted), "ended": int(found is None)})
-        equal = wanted is not None and sums["equal"] + sums["ended"] == options.times
+        equal = wanted is not None and sums["equal"] + sums["ended"] == options.times and not (options.outside and sums["anew"])
         all_equal, total = all_equal and equal, total + sums
         counts_shown = "  ".join(f"{sums[name]:9}" for name in ("kills", "memory", "disk", "anew", "equal", "ended"))
         print(f"{layout:18}{counts_shown}  {time.time() - began:7.0f}{'' if equal else '  DIFFERENT'}", flush=True)
@@ -80,26 +84,37 @@ def main() -> int:
 
 
 def _run(
-    layout: str, folder: Path, rate: float, outside: int, dice: random.Random | None = None
+    layout: str, folder: Path, rate: float, options: argparse.Namespace, dice: random.Random | None = None
 ) -> tuple[list[Any] | None, Counter[str]]:
     """Run a layout; returns its losses, norms and a digest of its parameters, or None where it was ended, and what happened. With
-    `dice` the ranks are killed from outside, `outside` times."""
+    `dice` the ranks are killed from outside."""
     folder.mkdir()
-    words = ["run", "--nproc", str(LAYOUTS[layout][0]), "--", __file__, "--rate", str(rate), "--outside", str(outside)]
-    command = [sys.executable, "-m", "zeromesh", *words, "--rank", layout, str(folder)]
+    outside, hosts = options.outside, options.hosts
+    each = -(-LAYOUTS[layout][0] // hosts)
+    meet = ["--nnodes", str(hosts), "--rdzv-endpoint", f"localhost:{free_port()}"] if hosts > 1 else []
+    words = ["--rate", str(rate), "--outside", str(outside), "--rank", layout, str(folder)]
+    command = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(each), *meet]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as launcher:
+    launchers, outputs = [], [folder / f"{number}.{name}" for number in range(hosts) for name in ("out", "err")]
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("w")) for path in outputs]
+        for number in range(hosts):
+            own = ["--node-rank", str(number)] if hosts > 1 else []
+            out, err = files[2 * number : 2 * number + 2]
+            launchers.append(subprocess.Popen([*command, *own, "--", __file__, *words], stdout=out, stderr=err, env=environment))
+            stack.callback(launchers[-1].kill)  # Its ranks end with it.
         if dice is not None:
-            threading.Thread(target=_strike_from_outside, args=(launcher.pid, folder, outside, dice), daemon=True).start()
-        out, err = launcher.communicate(timeout=1200)
-    ended = subprocess.CompletedProcess(command, launcher.returncode, out, err)
+            threading.Thread(target=_strike_from_outside, args=(launchers, folder, outside, dice), daemon=True).start()
+        codes = [launcher.wait(timeout=600) for launcher in launchers]
+    out, err = ("".join(path.read_text() for path in outputs[name::2]) for name in (0, 1))
     kills = (folder / "kills").read_text().count("\n") if (folder / "kills").exists() else 0
     said = {"memory": "went on after step", "disk": "resumed from step", "anew": f"step 1/{6 * outside or STEPS} "}
-    counts = {name: ended.stdout.count(text) - (name == "anew") for name, text in said.items()}
-    if ended.returncode:
+    counts = {name: out.count(text) for name, text in said.items()}
+    counts["anew"] = max(0, counts["anew"] - 1)
+    if any(codes):
         if not kills:
-            raise RuntimeError(ended.stderr)
-        lines = ended.stderr.splitlines()
+            raise RuntimeError(err)
+        lines = err.splitlines()
         print(f"{layout} has ended: {([line for line in lines if 'no more recovery' in line] or lines)[-1]}", flush=True)
         return None, Counter({"kills": kills, **counts})
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -107,7 +122,7 @@ def _run(
     return [*figures, (folder / "digest").read_text()], Counter({"kills": kills, **counts})
 
 
-def _strike_from_outside(launcher: int, folder: Path, times: int, dice: random.Random) -> None:
+def _strike_from_outside(launchers: list[subprocess.Popen[bytes]], folder: Path, times: int, dice: random.Random) -> None:
     """Kill ranks of a run at random instants, `times` times, and most times another one, or the new one, in the recovery."""
 
     def step() -> int:
@@ -115,7 +130,8 @@ def _strike_from_outside(launcher: int, folder: Path, times: int, dice: random.R
         return max([0, *map(step_of, read_metrics(path))]) if path.exists() else 0
 
     def ranks() -> list[psutil.Process]:
-        return [each for importer in psutil.Process(launcher).children() for each in importer.children()]
+        importers = [importer for launcher in launchers for importer in psutil.Process(launcher.pid).children()]
+        return [each for importer in importers for each in importer.children()]
 
     def kill(victim: psutil.Process) -> None:
         victim.kill()

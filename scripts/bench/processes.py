@@ -20,7 +20,7 @@ Process = subprocess.Popen[bytes]
 
 def start_ranks(command: Sequence[str], logs: Sequence[Path], variables: Mapping[str, str]) -> list[Process]:
     """Start `command` once per log, which gets all that the rank writes; with torchrun's variables beside `variables`."""
-    port = str(_free_port())
+    port = str(free_port())
     processes = []
     for rank, log in enumerate(logs):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(logs), "LOCAL_WORLD_SIZE": len(logs)}
@@ -82,7 +82,8 @@ def python_path() -> str:
     return os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH", ""), str(SCRIPTS.parent)]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this host that nothing uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from bench.processes import free_port
 
 from model_zoo import columns as training
 from model_zoo.small_models import NotBuiltError, heads_of_types, small_model
@@ -56,7 +56,7 @@ def results_of(kind: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _one_launch(kind: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     folder = Path(tempfile.mkdtemp(prefix="zoo-"))
-    port, (end, other) = _free_port(), os.pipe()
+    port, (end, other) = free_port(), os.pipe()
     children = [_fork(rank, port, kind, columns, folder, other) for rank in range(RANKS)]
     os.close(other)
     waiting, text, built = list(columns), b"", False
@@ -126,10 +126,3 @@ def _work(rank: int, kind: str, columns: Sequence[str], folder: Path, pipe: int)
     about = {"head": small.head, "note": small.note}
     for column, outcome in training.outcomes(small, columns, folder, rank):
         tell({"column": column, **asdict(outcome), **about})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

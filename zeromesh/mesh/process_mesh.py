@@ -163,8 +163,8 @@ class ProcessMesh:
         if board is None:
             self.one_host, self._shares_memory = False, not self.one_host
             local = rows(launched)  # The file of rows is shared under the launch's process numbers.
-            # The thread that publishes needs another connection to a store.
-            board = StoreBoard(local or store, local or store.clone(), self.rank, stale_seconds=timeout_seconds)
+            # Threads need connections of their own: one that waits in the store keeps the others of its connection waiting.
+            board = StoreBoard(local or store.clone(), local or store.clone(), self.rank, stale_seconds=timeout_seconds)
             dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=self.one_host, one_order=on_device)
         self._mesh_groups.watch = self.watch

@@ -2,7 +2,10 @@
 
 import gc
 import os
+import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -85,6 +88,7 @@ def test_ranks_follow_the_hosts(workers: Workers) -> None:
     """Tensor groups are within a host, and share its memory, though the launcher dealt processes out in turn."""
     with workers.fresh(PoolOptions(size=4, tensor=2, hosts=-2)) as pool:
         pool.run("test_process_mesh:another_order")
+        pool.run("test_process_mesh:waits_in_the_store")
 
 
 def another_order(mesh: Mesh) -> None:
@@ -108,6 +112,22 @@ def another_order(mesh: Mesh) -> None:
     for other in (again, apart):
         other.world.barrier("all are there")
         other.close()
+
+
+def waits_in_the_store(mesh: Mesh) -> None:
+    """The board, by which ranks find out who is lost, can be read while a thread waits for what a lost rank would have stored."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def wait() -> None:
+        with pytest.raises(RuntimeError):
+            store.wait(["never"], timedelta(seconds=5))
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    time.sleep(0.5)
+    assert [mesh.watch.board.alive(rank) for rank in range(mesh.world_size)] == [True] * 4
+    assert waits.is_alive()
+    waits.join()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
