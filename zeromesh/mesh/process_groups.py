@@ -80,7 +80,7 @@ class MeshGroups:
             backend, size = "gloo", self._environment.world_size
             if is_accelerator(self._device):
                 backend = f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
-            with _making():
+            with making():
                 dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_SECONDS))
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
@@ -157,7 +157,7 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
         backend = str(dist.get_default_backend_for_device(works.device))
         # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
         patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
-    with _making():
+    with making():
         made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
@@ -192,7 +192,7 @@ class _Gloo(dist.ProcessGroupGloo):
 
 
 @contextmanager
-def _making() -> Iterator[None]:
+def making() -> Iterator[None]:
     """Note the connections that are made inside the block, so that `forget_groups` can cut them."""
     before = _open_sockets()
     with replaced(dist.distributed_c10d, {"ProcessGroupGloo": _Gloo}):

@@ -27,7 +27,7 @@ from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageEr
 from zeromesh.intervals import grouped
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, EXPERT, EXPERT_SHARD, MODEL_AXES, SIZES, Axis, Divided, MeshShape, axes_of
-from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups
+from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups, making
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.mesh.run_store import START_SECONDS, rows, wait_for_ranks
@@ -268,7 +268,8 @@ class ProcessMesh:
         """The torch `DeviceMesh` with these axes and ranks, for DTensor. All ranks create its process groups at the first use."""
         if not dist.is_initialized():
             raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
-        made = DeviceMesh(self.device.type, torch.arange(self.world_size).view(self.shape.sizes), mesh_dim_names=AXES)
+        with making():
+            made = DeviceMesh(self.device.type, torch.arange(self.world_size).view(self.shape.sizes), mesh_dim_names=AXES)
         self._mesh_groups.adopt(made.get_all_groups())
         return made
 

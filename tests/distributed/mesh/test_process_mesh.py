@@ -19,6 +19,7 @@ from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import choose_transport
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.mesh import process_groups
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.run_store import run_store
@@ -68,7 +69,9 @@ def torch_mesh(mesh: Mesh) -> None:
     threads, pair = [], [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
     for _ in range(3):
         other = Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10)
+        before = dict(process_groups._sockets)
         made = other.device_mesh
+        assert process_groups._sockets != before, "its connections are cut too where ranks are lost"
         total = torch.tensor([mesh.rank])
         dist.all_reduce(total, group=made.get_group("tensor"))
         assert made.mesh_dim_names == ("pipeline", "replicate", "shard", "context", "tensor")
