@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -185,10 +185,12 @@ def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
 
 
 class _Gloo(dist.ProcessGroupGloo):
-    """gloo's part of a group, which knows no end of the wait for a rank that is lost before it is connected."""
+    """gloo's part of a group, whose waits end when a rank is lost before it is connected. No rank has the group before all are
+    connected: one that left it at once would fail those which are not."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         wait_for_ranks(partial(super().__init__, *arguments, **options))
+        wait_for_ranks(cast(Any, self).barrier().wait)
 
 
 @contextmanager

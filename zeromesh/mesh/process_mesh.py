@@ -135,8 +135,7 @@ class ProcessMesh:
         """The ranks that have all parts of a layer's experts."""
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
-        launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds
-        process = launched.rank
+        launched, process, patience = self.environment, self.rank, _STARTS_AS_LONG * timeout_seconds
         store: Any = self._mesh_groups.store(patience)
         requested = {"order": order} | {name: getattr(self.shape, name) for name in SIZES}
         usual = store.timeout
@@ -165,7 +164,6 @@ class ProcessMesh:
             local = rows(launched)  # The file of rows is shared under the launch's process numbers.
             # Threads need connections of their own: one that waits in the store keeps the others of its connection waiting.
             board = StoreBoard(local or store.clone(), local or store.clone(), self.rank, stale_seconds=timeout_seconds)
-            dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=self.one_host, one_order=on_device)
         self._mesh_groups.watch = self.watch
         if on_device:

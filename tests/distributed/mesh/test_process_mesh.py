@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -24,13 +25,14 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.run_store import run_store
 from zeromesh.offload import TieredTensor
+from zeromesh.overrides import override
 from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added
 from zeromesh.trainer.monitoring.step_stats import traffic_table
 
 test_a_joined_mesh = tried(
     "test_process_mesh",
     [
-        *(row(4, case, pipeline=2, tensor=2) for case in ("axes", "torch_mesh")),
+        *(row(4, case, pipeline=2, tensor=2) for case in ("axes", "torch_mesh", "left_at_once")),
         *(row(2, "told", kind=kind) for kind in ("shared", "gloo")),
     ],
     folder=False,
@@ -85,6 +87,23 @@ def torch_mesh(mesh: Mesh) -> None:
         mesh.world.barrier("between two meshes")
         threads.append(len(os.listdir("/proc/self/task")))
     assert threads == threads[:1] * 3
+
+
+def left_at_once(mesh: Mesh) -> None:
+    """A rank has a group when all others are connected too, so that those are not failed by one that leaves it at once."""
+    store, connect = dist.distributed_c10d._get_default_store(), process_groups.wait_for_ranks
+
+    def connected_late(call: Callable[[], Any]) -> Any:
+        found = connect(call)
+        if mesh.rank == 2:
+            time.sleep(0.5)
+            store.set("the last is connected", "")
+        return found
+
+    with override(vars(process_groups), "wait_for_ranks", connected_late):
+        made = process_groups.make_group(range(4), None, timedelta(seconds=10))
+    assert store.check(["the last is connected"])
+    dist.destroy_process_group(made)
 
 
 def test_ranks_follow_the_hosts(workers: Workers) -> None:
