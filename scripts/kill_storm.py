@@ -8,8 +8,8 @@ layout, and exits with 1 where something differs. Takes ten minutes on two cores
 
 With `--outside N` ranks are killed by this command instead, N times in each run of 6 N steps without checkpoints: any of them at
 any time in a step, and often another one, or the new one, up to two seconds later, wherever it is in the recovery. As one is always
-left, a run that begins anew counts as different. `--outside 4 --times 1` takes half an hour. With `--hosts H` the ranks of each run
-are started by H launchers, as on H hosts, which divide the ranks, rounded up.
+left, a run that begins anew or ends counts as different. `--outside 4 --times 1` takes half an hour. With `--hosts H` the ranks of
+each run are started by H launchers, as on H hosts, which divide the ranks, rounded up.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def main() -> int:
                 rate = 0.0 if options.outside else options.rate
                 found, counts = _run(layout, Path(folder) / str(number), rate, options, dice)
                 sums += counts + Counter({"equal": int(found == wanted), "ended": int(found is None)})
-        equal = wanted is not None and sums["equal"] + sums["ended"] == options.times and not (options.outside and sums["anew"])
+        wrong = options.outside and sums["anew"] + sums["ended"]
+        equal = wanted is not None and sums["equal"] + sums["ended"] == options.times and not wrong
         all_equal, total = all_equal and equal, total + sums
         counts_shown = "  ".join(f"{sums[name]:9}" for name in ("kills", "memory", "disk", "anew", "equal", "ended"))
         print(f"{layout:18}{counts_shown}  {time.time() - began:7.0f}{'' if equal else '  DIFFERENT'}", flush=True)
@@ -142,14 +143,15 @@ def _strike_from_outside(launchers: list[subprocess.Popen[bytes]], folder: Path,
         while step() < 3:
             time.sleep(0.05)
         for _ in range(times):
-            before, there = step(), ranks()
+            there = ranks()
             time.sleep(dice.uniform(0.0, 0.4))
             kill(dice.choice(there))
             if (whom := dice.choice(["new", "new", "old", "none"])) != "none":
                 time.sleep(dice.uniform(0.0, 2.0))
                 if found := [each for each in ranks() if (each in there) == (whom == "old")]:
                     kill(dice.choice(found))
-            while step() < before + 2:
+            before = step()
+            while step() < before + 2:  # One of the two steps at least is made with new ranks.
                 time.sleep(0.05)
 
 

@@ -181,8 +181,11 @@ class Trainer(ModelOnMesh):
                 if recovery is not None:
                     recovery.end()
                 return report
-            except CollectiveError as error:
-                if recovery is None or not recovery.leaves(error, self._run, self._mesh):
+            except RuntimeError as error:
+                cause = error if self._mesh is None else self._mesh.watch.cause_of(error)
+                if recovery is None or not (isinstance(cause, CollectiveError) and recovery.leaves(cause, self._run, self._mesh)):
+                    if cause is not error:
+                        raise cause from error
                     raise
                 self._run = self._mesh = None
             recovery.rest()

@@ -100,9 +100,8 @@ class OptimizerSettings(keys.OptimizerKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(keys.PrecisionKeys):
-    """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. If it is bfloat16
-    and master weights fp32, they travel in bfloat16 and are summed in fp32. Raises `ConfigError` when a sum or a master weight
-    would be kept in less than the compute dtype."""
+    """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. Where it is
+    bfloat16 and `master` fp32, they travel in bfloat16, summed in fp32. Raises `ConfigError` if either is less than `compute`."""
 
     compute: torch.dtype = torch.float32  # type: ignore[assignment]  # a configuration has its name
     master: torch.dtype = torch.float32  # type: ignore[assignment]

@@ -195,6 +195,8 @@ class Faults(TrainerCallback):
         if asked.get("stops"):
             control.should_training_stop |= state.global_step == asked["stops"]
         self.strike(state.global_step)
+        if asked.get("collective"):
+            torch.distributed.all_reduce(torch.ones(1))
 
     def on_prediction_step(self, args, state, control, **_):
         self.strike(f"forward of evaluation {state.global_step}")
@@ -216,6 +218,7 @@ def strikes(function, when):
 
 process_groups.make_group = strikes(process_groups.make_group, "group")
 process_groups.dist.init_process_group = strikes(process_groups.dist.init_process_group, "meeting")
+process_groups._Gloo.barrier = strikes(process_groups._Gloo.barrier, "connected")
 mark, write, make_whole = StateMemory.mark, StateMemory.write_record, TrainedModel.make_whole
 
 
@@ -802,7 +805,11 @@ def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(undi
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("victim", [1, 0])
 @pytest.mark.parametrize(
-    "when", ["start", "meeting 1", "group 3", *(pytest.param(f"group {each}", marks=FULL) for each in (1, 2, 4))]
+    "when",
+    [
+        *("start", "meeting 1", "group 3", "connected 5"),
+        *(pytest.param(each, marks=FULL) for each in ("group 1", "group 2", "group 4", "connected 1", "connected 3")),
+    ],
 )
 def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(
     undisturbed_run: Run, tmp_path: Path, victim: int, when: str
@@ -813,6 +820,15 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(
     assert not found.lost_steps
     assert found.process.stderr.count("was killed by SIGKILL") == 2
     assert len({*found.pids(2)}) == 1
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
+def test_a_rank_is_lost_while_callbacks_of_the_others_wait_for_it(undisturbed_run: Run, tmp_path: Path, how: str) -> None:
+    """They do so in torch's own collectives, whose errors are of no class of ours."""
+    found = run(tmp_path, (5, 1, how), collective=True)
+    assert found.went_well(undisturbed_run)
+    assert not found.lost_steps
+    assert [len({*found.pids(rank)}) for rank in range(RANKS)] == [1, 2, 1]
 
 
 def stopped_run(folder: Path, *faults: Any, everyone: bool = False, **asked: Any) -> Run:

@@ -253,8 +253,7 @@ class RunContext:
         return self.events.states() if self.model.require_engine().optimizer_step.journal is not None else {}
 
     def due_after(self, number: int, position: int) -> dict[str, bool]:
-        """Return for each action if the configuration schedules it after step `number`, counted from 1, on the data of step
-        `position`; `sync`, if replicas are alike then."""
+        """Return which actions are due after step `number`, from 1, on data of step `position`; `sync`: replicas are alike then."""
         config, every, last = self.config, self.config.run, position + 1 == self.config.run.max_steps
 
         def due(steps: int | str) -> bool:

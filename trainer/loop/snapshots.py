@@ -245,8 +245,7 @@ class Snapshots:
         return [each for each in shards if self._frozen or each.owner is None or each.spec.kind != MODEL]
 
     def _rows(self, shards: Sequence[TensorShard]) -> list[list[Any]]:
-        """Describe the shards of an image: kind, name, dtype, shape, and runs, as pairs of the first element and their number. Runs
-        are null where nobody of another layout reads them."""
+        """Describe an image's shards: kind, name, dtype, shape, and runs `[first, count]`, null if no other layout reads them."""
         runs: list[Any] = [None] * len(shards)
         if self._others is not None:
             found = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]

@@ -1,5 +1,4 @@
-"""The logged figures of one step: its result, users' values, utilization, and memory; and ranks that are slow, which are named, and
-take fewer samples with `batch.balance: speed`."""
+"""A step's logged figures: its result, users' values, utilization, memory, slow ranks, which `balance: speed` gives less."""
 
 import math
 import operator

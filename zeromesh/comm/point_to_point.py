@@ -125,7 +125,7 @@ class Channels:
             for both in pairs:
                 ends = [ranks[index] for index in both]
                 for source, target in (ends, ends[::-1]):
-                    made = make_group(ends, group.works, _TIMEOUT)
+                    made = make_group(ends, group.works, group.watch, _TIMEOUT)
                     if rank not in ends:
                         continue
                     peer, channels = (target, self._out) if rank == source else (source, self._in)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.environment import INTERFACE, LaunchEnvironment, export, number_of_start, setting
-from zeromesh.errors import ConfigError, counted
+from zeromesh.errors import CollectiveError, ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import interface_for
@@ -95,7 +95,8 @@ class MeshGroups:
         for purpose in ("control", *purposes):
             key = purpose, ranks, name
             if key not in self._groups:
-                made = make_group(ranks, None if purpose == "control" else self.works, timedelta(seconds=START_SECONDS))
+                works = None if purpose == "control" else self.works
+                made = make_group(ranks, works, self.watch, timedelta(seconds=START_SECONDS))
                 self._groups[key] = made if self._rank in ranks else None
             found[purpose] = self._groups[key]
         control = found["control"]
@@ -145,11 +146,10 @@ class MeshGroups:
             _leave_default()
 
 
-def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], works: DeviceWorks | None, watch: Watchdog | None, patience: timedelta) -> dist.ProcessGroup:
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is for tensors on
     its device, and is connected at once, since ranks may differ in the order in which they first use their groups; `works`
-    supervises its collectives, since it knows whether peers make progress. gloo's time out after `patience`. Raises
-    `CollectiveError` when the ranks cannot be connected."""
+    supervises its collectives; gloo's time out after `patience`. Raises `CollectiveError` if ranks cannot be connected."""
     # torch sorts ranks by default, and only newer versions can be told not to.
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     backend = "gloo"
@@ -157,7 +157,7 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
         backend = str(dist.get_default_backend_for_device(works.device))
         # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
         patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
-    with making():
+    with making(watch, ranks):
         made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
@@ -194,11 +194,16 @@ class _Gloo(dist.ProcessGroupGloo):
 
 
 @contextmanager
-def making() -> Iterator[None]:
-    """Note the connections that are made inside the block, so that `forget_groups` can cut them."""
+def making(watch: Watchdog | None = None, ranks: Sequence[int] = ()) -> Iterator[None]:
+    """Note the connections made in the block, for `forget_groups`; with the `watch` of `ranks` a failure is a `CollectiveError`."""
     before = _open_sockets()
-    with replaced(dist.distributed_c10d, {"ProcessGroupGloo": _Gloo}):
-        yield
+    try:
+        with replaced(dist.distributed_c10d, {"ProcessGroupGloo": _Gloo}):
+            yield
+    except RuntimeError as error:
+        if watch is None or isinstance(error, CollectiveError):
+            raise
+        raise watch.broken_transport(error, ranks, "connecting ranks") from error
     _sockets.update(_open_sockets().items() - before.items())
 
 

@@ -27,7 +27,7 @@ from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageEr
 from zeromesh.intervals import grouped
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, EXPERT, EXPERT_SHARD, MODEL_AXES, SIZES, Axis, Divided, MeshShape, axes_of
-from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups, making
+from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, making
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.mesh.run_store import START_SECONDS, rows, wait_for_ranks
@@ -112,6 +112,7 @@ class ProcessMesh:
         self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
         self.process_sets = ProcessSets(self.world, self._mesh_groups, self.recorder, self._as_set)
         self.watch.ranks_with_same_events, self.watch.ring = frozenset(self.peers.ranks), self.recorder.ring
+        self.watch.ranks = self.world.ranks
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 
@@ -266,7 +267,7 @@ class ProcessMesh:
         """The torch `DeviceMesh` with these axes and ranks, for DTensor. All ranks create its process groups at the first use."""
         if not dist.is_initialized():
             raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
-        with making():
+        with making(self.watch, self.world.ranks):
             made = DeviceMesh(self.device.type, torch.arange(self.world_size).view(self.shape.sizes), mesh_dim_names=AXES)
         self._mesh_groups.adopt(made.get_all_groups())
         return made
@@ -298,7 +299,6 @@ class ProcessMesh:
         """Leave the mesh though other ranks may be gone or not answer. The mesh cannot be used afterwards."""
         self.watch.may_hang = True  # So that groups are not destroyed before their connections are cut.
         self._mesh_groups.leave()
-        forget_groups()
 
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh cannot be used afterwards."""

@@ -134,8 +134,7 @@ class BucketOptimizer:
 
     def step(self, start: int, tensors: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
-        Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random, or weights to the nearest,
-        which leaves a compensation."""
+        Those in fewer bits are updated as gradients' sums are, and rounded at random, or weights to the nearest, compensated."""
         if not (self._rounding or self._compensated):
             self._step(start, tensors, groups)
             return

@@ -61,8 +61,7 @@ class ReplicaGroups:
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
     def sum_async(self, bucket: Bucket, gradient: torch.Tensor) -> Reduction:
-        """Start to sum a gradient shard in place over its sharers: all of it, or where these divide its states this rank's part, in
-        rank order, into its beginning."""
+        """Start to sum a gradient shard in place over sharers, in rank order; of divided states this rank's part, at its start."""
         ranks = self.sets[bucket.shared_by]
         if ranks.size == 1:
             return SUMMED

@@ -87,8 +87,7 @@ class Message:
 
 
 def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, received: bool = False) -> Message | None:
-    """Return the message that an action sends, or the one that it waits for (`received`); None at the ends of the pipeline and for
-    weight gradients. Sender and receiver may be one rank."""
+    """Return the message that an action sends or awaits (`received`), also of this rank; None at ends and for weight gradients."""
     ranks, step = schedule.ranks, action.kind.direction
     stage = action.chunk * ranks + rank
     source, target = (stage - step, stage) if received else (stage, stage + step)

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -63,6 +64,7 @@ class Watchdog:
         self.unit_names: dict[int, Sequence[str]] = {}  # the names of unit numbers in messages, by rank
         self.ranks_with_same_events: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
+        self.ranks: Sequence[int] = ()  # all ranks, once they are connected
         self.microbatch = 0  # the number of the latest one, from 0
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._activity = (Activity.IDLE, -1)
@@ -300,8 +302,12 @@ class Watchdog:
         self.wait(arrived, peers, what, polls=0)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: after communicators were aborted, a library's error is only a consequence."""
+        """Return the cause of an error. After communicators were aborted, a library's error is only a consequence, as is one of
+        torch's own collectives, such as those of a callback, where another rank is lost."""
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
+        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        if follows and self.broken is None and any(name.startswith("torch.distributed") for name in modules):
+            return self._lost_peer(self.ranks, "a collective of torch") or error
         return self.broken if follows and self.broken is not None else error
 
     def raise_if_broken(self) -> None:
@@ -333,6 +339,9 @@ class Watchdog:
 
     def broken_transport(self, error: RuntimeError, peers: Sequence[int], what: str) -> CollectiveError:
         """Return the error for a transport's failure, usually a closed connection, with the rank that explains it."""
+        return self._lost_peer(peers, what) or CollectiveError(f"rank {self._rank}: {what} failed: {error}")
+
+    def _lost_peer(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         seconds = min(2.0, self.timeout_seconds)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -343,7 +352,7 @@ class Watchdog:
             time.sleep(0.02)
         silent = [peer for peer in self._others(peers) if self.board.silent_seconds(peer) > 0.75 * seconds]
         lines = "; ".join(f"rank {peer} has not been heard of since; before, {self.describe(peer)}" for peer in silent)
-        return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
+        return CollectiveError(f"rank {self._rank}: {what} failed: {lines}") if silent else None
 
     def examine(self, peers: Sequence[int], what: str) -> None:
         """Raise `CollectiveError` for a peer that is gone, has failed or does something else."""

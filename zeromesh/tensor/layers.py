@@ -284,8 +284,7 @@ class RowParallelLinear(_Linear):
 
 
 def lookup_sharded_embedding(lookup: _Forward, tokens: Interval, exchange: Exchange, ids: Tensor) -> Tensor:
-    """Return the embeddings `[*ids.shape, features]` of integer `ids`. `lookup` returns rows of this rank, which has those of the
-    token ids in `tokens`, by id minus `tokens.start`."""
+    """Return embeddings `[*ids.shape, features]` of integer `ids`. `lookup` has this rank's rows, by id - `tokens.start`."""
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
     return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)

@@ -85,8 +85,7 @@ class MemoryModel:
         lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
-        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier, those in flight and the next one, or
-        to replicas that divide them, which may come late."""
+        """Peak bytes, beside `terms`, of gradient shards on the way to a tier or to replicas that divide them, with the next."""
         dividers = max((layout.dividers for layout in self._trained), default=1)
         if dividers > 1:
             waiting = sum(lengths[: MOST_SUMS + 1] if is_accelerator(device) else lengths)

@@ -43,12 +43,11 @@ _ChosenTensors = dict[str, tuple[TensorSpec, torch.dtype]]
 def export_checkpoint(
     directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, decoded: bool = False, ema: bool = False
 ) -> None:
-    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
-    are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
-    the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
-    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does, and experts in 16 bits. `ema`
-    exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as
-    `write_directory` does."""
+    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes are
+    converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge` the
+    model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
+    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does, and experts in 16 bits. `ema` takes
+    averages. Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as `write_directory`."""
     reader = CheckpointReader(directory)
     rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
     codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)

@@ -113,8 +113,7 @@ class CheckpointReader:
                 use(piece, data)
 
     def fetch_pieces(self, pieces: Sequence[ChecksumPiece]) -> Generator[_Fetched, None, None]:
-        """Yield pieces in order, each with its bytes, 1-D uint8, valid until the next one, and a finished future, which has the
-        error of a damaged piece. A few pieces are read ahead."""
+        """Yield pieces in order, with bytes, 1-D uint8, valid until the next, and a finished future with a damaged one's error."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 why = f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes"
