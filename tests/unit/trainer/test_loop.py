@@ -77,7 +77,7 @@ def test_what_a_plan_chose_is_chosen_again_for_the_ranks_that_are_left(tmp_path:
             raise CollectiveError("a host is lost")
         return self.config
 
-    watch = SimpleNamespace(operations_begun=0)
+    watch = SimpleNamespace(operations_begun=0, cause_of=lambda error: error)
     recovery = SimpleNamespace(leaves=lambda *_: True, rest=lambda: None, end=lambda: None)
     for name, each in (("set_auto", chosen), ("connect", lambda config: SimpleNamespace(watch=watch))):
         monkeypatch.setattr(trainer_module, name, each)
