@@ -78,7 +78,8 @@ class ModelOnMesh(ABC):
 
         Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and one more bucket
         at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)` to get a part of a tensor
-        only. The next step may change a tensor: copy it to keep it. Raises `ConfigError` for parts and adapters that do not fit."""
+        only. A tensor may change with the next step: copy it to keep it. Raises `ConfigError` for a part that a tensor does not
+        have, and for adapters that cannot be merged."""
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
         weights = _named(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))

@@ -265,7 +265,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         Finalize(self, _kill_processes, args=(self._processes,), exitpriority=1)
 
     def _next(self) -> _Result:
-        """Return the next result. Raises `DataError` if a worker ended or hangs, also on re-reading, `StorageError` if killed."""
+        """Return the next result. Raises `StorageError` if a worker was killed, `DataError` if it ended or is late with a piece."""
         began, read = time.monotonic(), 0
         while True:
             self._waiting()

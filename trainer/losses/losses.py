@@ -350,7 +350,7 @@ class TokenScorer:
         the target that is predicted there: label i + 1 of a causal model, which has none at the last position, else label i.
         `model` is the model, or what wraps it, as the loop calls it, partitioned or not; `batch` are its inputs with `labels`
         [batch, tokens], -100 where nothing is to be scored. Logits are divided by `temperature`, a positive number. Raises
-        `DataError` for a batch without labels in the vocabulary, and `PhaseError` if it changes logits unlike its small copy."""
+        `DataError` for a batch without labels or with others than tokens, `PhaseError` if logits change unlike the small copy's."""
         if not isinstance(labels := batch.get("labels"), Tensor):
             raise DataError(f"the batch has no `labels` to score; it has {_field_names(batch)}")
         targets = shifted(labels) if self._causal else labels

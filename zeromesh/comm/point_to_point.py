@@ -11,7 +11,6 @@ import json
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 
@@ -23,7 +22,7 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 HEADER_BYTES = 2048
-_TIMEOUT = timedelta(days=7)  # gloo posts receives long before their messages arrive; `Watchdog` bounds the waits.
+_TIMEOUT = 7 * 24 * 3600.0  # seconds; gloo posts receives long before their messages arrive; `Watchdog` bounds the waits.
 _MOST_KINDS = 4096
 
 

@@ -36,7 +36,7 @@ def spread_experts(
 ) -> dict[str, ParameterPart]:
     """Have `model` keep the experts of rank `exchange.index` of each module of experts, and send tokens to those of others. Returns
     the parts of all parameters; `parts` are those of tensor parallelism, of `layer_ranks` ranks. `undo` restores the model's own
-    modules, with experts that are whole and on the meta device. Raises `LayoutError` if it has none, or an indivisible number."""
+    modules, with experts that are whole and on the meta device. Raises `LayoutError` for none, and for an indivisible number."""
     counts, found, divided = experts_of(model), dict(parts), set[nn.Parameter]()
     if not counts:
         why = f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and weights"

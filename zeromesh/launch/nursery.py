@@ -57,7 +57,8 @@ class Nursery:
         self._forks: dict[int, Fork] = {}
 
     def fork(self, arguments: Sequence[str], variables: Mapping[str, str], handles: Mapping[str, int]) -> Fork:
-        """Fork a process `python ARGUMENTS` with these variables, and `handles` by their numbers there; start one if it is lost."""
+        """Fork a process that runs `python ARGUMENTS` with these variables too, and with descriptors `handles`, whose numbers there
+        are variables; where the nursery is lost, one that is."""
         self._forked, request = None, {"arguments": arguments, "variables": variables, "handles": list(handles)}
         with suppress(OSError):
             self._connection.send_bytes(json.dumps(request).encode())

@@ -95,8 +95,7 @@ class MeshGroups:
         for purpose in ("control", *purposes):
             key = purpose, ranks, name
             if key not in self._groups:
-                works = None if purpose == "control" else self.works
-                made = make_group(ranks, works, self.watch, timedelta(seconds=START_SECONDS))
+                made = make_group(ranks, None if purpose == "control" else self.works, self.watch, START_SECONDS)
                 self._groups[key] = made if self._rank in ranks else None
             found[purpose] = self._groups[key]
         control = found["control"]
@@ -146,19 +145,19 @@ class MeshGroups:
             _leave_default()
 
 
-def make_group(ranks: Sequence[int], works: DeviceWorks | None, watch: Watchdog | None, patience: timedelta) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], works: DeviceWorks | None, watch: Watchdog | None, patience: float) -> dist.ProcessGroup:
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is for tensors on
     its device, and is connected at once, since ranks may differ in the order in which they first use their groups; `works`
-    supervises its collectives; gloo's time out after `patience`. Raises `CollectiveError` if ranks cannot be connected."""
+    supervises its collectives; gloo's time out after `patience` seconds. Raises `CollectiveError` if ranks cannot be connected."""
     # torch sorts ranks by default, and only newer versions can be told not to.
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     backend = "gloo"
     if works is not None:
         backend = str(dist.get_default_backend_for_device(works.device))
         # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
-        patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
+        patience = 2 * START_SECONDS + works.watch.timeout_seconds
     with making(watch, ranks):
-        made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=patience), **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
     return made
@@ -185,8 +184,7 @@ def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
 
 
 class _Gloo(dist.ProcessGroupGloo):
-    """gloo's part of a group, whose waits end when a rank is lost before it is connected. No rank has the group before all are
-    connected: one that left it at once would fail those which are not."""
+    """gloo's part of a group. Waits for lost ranks end, and all are connected before one has it, since that may leave at once."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         wait_for_ranks(partial(super().__init__, *arguments, **options))

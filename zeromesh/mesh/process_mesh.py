@@ -165,6 +165,7 @@ class ProcessMesh:
             local = rows(launched)  # The file of rows is shared under the launch's process numbers.
             # Threads need connections of their own: one that waits in the store keeps the others of its connection waiting.
             board = StoreBoard(local or store.clone(), local or store.clone(), self.rank, stale_seconds=timeout_seconds)
+            dist.all_reduce(torch.zeros(1))  # All have rows to read from now on. A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=self.one_host, one_order=on_device)
         self._mesh_groups.watch = self.watch
         if on_device:

@@ -302,10 +302,9 @@ class Watchdog:
         self.wait(arrived, peers, what, polls=0)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error. After communicators were aborted, a library's error is only a consequence, as is one of
-        torch's own collectives, such as those of a callback, where another rank is lost."""
+        """Return an error's cause: the abort of communicators, or for torch's own collectives, as in callbacks, a lost rank."""
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
-        modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
         if follows and self.broken is None and any(name.startswith("torch.distributed") for name in modules):
             return self._lost_peer(self.ranks, "a collective of torch") or error
         return self.broken if follows and self.broken is not None else error
@@ -344,7 +343,7 @@ class Watchdog:
     def _lost_peer(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         seconds = min(2.0, self.timeout_seconds)
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while self._others(peers) and time.monotonic() < deadline:
             try:
                 self.examine(peers, what)
             except CollectiveError as found:

@@ -101,7 +101,7 @@ def left_at_once(mesh: Mesh) -> None:
         return found
 
     with override(vars(process_groups), "wait_for_ranks", connected_late):
-        made = process_groups.make_group(range(4), None, mesh.watch, timedelta(seconds=10))
+        made = process_groups.make_group(range(4), None, mesh.watch, 10.0)
     assert store.check(["the last is connected"])
     dist.destroy_process_group(made)
 

@@ -75,7 +75,8 @@ class Tracer:
         self, batch: Batch, *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none", tiles: int = 0, context: int = 1
     ) -> Trace:
         """Trace a microbatch on one of `tensor` x `context` ranks, in `tiles` of so many tokens, if any. `batch` has real
-        integers, else only shapes matter. Raises `ConfigError` where values or whole sequences are needed, and `LayoutError`."""
+        integers; of other tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles,
+        and `LayoutError` for one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(prepare.keep_attributes(self.model))
