@@ -194,6 +194,8 @@ class Faults(TrainerCallback):
         self.step += 0.5  # So positions in an exchange with averages differ from those in the update.
         if asked.get("stops"):
             control.should_training_stop |= state.global_step == asked["stops"]
+        if asked.get("collective"):
+            time.sleep(0.5 * (rank == 1))  # The others wait for it by then.
         self.strike(state.global_step)
         if asked.get("collective"):
             torch.distributed.all_reduce(torch.ones(1))
